@@ -1,0 +1,1 @@
+"""Tuned configs: `table` looks them up, `search` measures them."""

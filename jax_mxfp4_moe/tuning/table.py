@@ -1,0 +1,103 @@
+"""Which config an implementation runs a problem with.
+
+Looked up in this order, and nowhere else:
+  1. the caller's `config` argument;
+  2. the row of `tables/<arch>/<implementation>.csv` for exactly this problem, user tables before shipped ones;
+  3. the row for the same problem with the token count rounded up to a power of two;
+  4. the implementation's first config.
+
+A table is CSV. Its key columns carry aiter's names where aiter has the column, so that a row can go either way; columns
+named `config_<parameter>` hold the config, and the rest (time, versions) is provenance. A row's key holds every fact that
+changes the answer, so a table can change how fast a call is, and never what it returns.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jax_mxfp4_moe import device
+from jax_mxfp4_moe.implementations.base import Config, Implementation
+from jax_mxfp4_moe.problem import MoeProblem
+
+TABLES = pathlib.Path(__file__).parent / "tables"
+USER_TABLES_VARIABLE = "JAX_MXFP4_MOE_TABLES"
+"""Environment variable: a folder laid out like `tables/`, whose rows are read before the shipped ones."""
+
+KEY_COLUMNS = ("token", "model_dim", "inter_dim", "expert", "topk", "act_type", "dtype", "q_dtype_a")
+CONFIG_PREFIX = "config_"
+
+
+def key_of(problem: MoeProblem, *, tokens: int | None = None) -> tuple[str, ...]:
+    """The key columns' values for `problem`, as text."""
+    values = (
+        problem.tokens if tokens is None else tokens,
+        problem.hidden,
+        problem.intermediate,
+        problem.experts,
+        problem.top_k,
+        problem.activation,
+        problem.dtype,
+        problem.activation_quant or problem.dtype,
+    )
+    return tuple(str(value) for value in values)
+
+
+def lookup(
+    implementation: Implementation, problem: MoeProblem, platform: str, config: Mapping[str, Any] | str | None
+) -> Config:
+    """Returns the config to run `problem` with on `platform`; the order is at the head of this module.
+
+    Raises:
+      ValueError: `config` names a parameter that the implementation does not have, or a preset that it does not know.
+    """
+    defaults = implementation.configs(problem, platform)
+    if isinstance(config, str):
+        raise ValueError(
+            f"mxfp4_moe: config={config!r} given; implementation {implementation.name!r} has no presets. "
+            "Pass a mapping of parameters, or leave config unset."
+        )
+    if config is not None:
+        names = {name for name, _ in defaults[0].items}
+        if not set(config) <= names:
+            raise ValueError(
+                f"mxfp4_moe: config={dict(config)!r} given; expected parameters of implementation {implementation.name!r}: "
+                f"{', '.join(sorted(names)) or 'it has none'}."
+            )
+        return Config.of({**dict(defaults[0].items), **config}, "argument")
+    bucket = 1 << (problem.tokens - 1).bit_length()
+    for folder in folders():
+        path = folder / device.arch(platform) / f"{implementation.name}.csv"
+        rows = _rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
+        for tokens, what in ((problem.tokens, "row"), (bucket, "bucket")):
+            found = rows.get(key_of(problem, tokens=tokens))
+            if found is not None:
+                values = {name: type(default)(found[name]) for name, default in defaults[0].items if name in found}
+                return Config.of({**dict(defaults[0].items), **values}, f"{path.parent.name}/{path.name}, {what} token={tokens}")
+    return defaults[0]
+
+
+def folders() -> list[pathlib.Path]:
+    """Folders of tables, those of the user first."""
+    user = os.environ.get(USER_TABLES_VARIABLE)
+    return [*([pathlib.Path(user)] if user else []), TABLES]
+
+
+@functools.lru_cache(maxsize=64)
+def _rows(path: pathlib.Path, modified: int) -> dict[tuple[str, ...], dict[str, str]]:
+    """Rows of a table by key; `modified` makes an edited file be read again."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        missing = set(KEY_COLUMNS) - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(f"tuning table {path}: columns {sorted(missing)} are missing; expected {', '.join(KEY_COLUMNS)}.")
+        return {
+            tuple(row[column] for column in KEY_COLUMNS): {
+                name.removeprefix(CONFIG_PREFIX): value for name, value in row.items() if name.startswith(CONFIG_PREFIX) and value
+            }
+            for row in reader
+        }

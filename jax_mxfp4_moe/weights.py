@@ -1,0 +1,179 @@
+"""MoeWeights: the two expert stacks of a mixture-of-experts layer, in MXFP4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array
+from jax_mxfp4_moe.problem import ACTIVATION_QUANTS
+from jax_mxfp4_moe.quantize import Rounding, ScaleRule, quantize
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class MoeWeights:
+    """The expert weights of one layer.
+
+    Invariants, with E experts, hidden size D and intermediate size F:
+      gate_up.shape == (E, 2 * F, D): rows 0..F-1 are the gate, rows F..2F-1 the up projection;
+      down.shape == (E, D, F);  gate_up_bias.shape == (E, 2 * F);  down_bias.shape == (E, D).
+    The contraction axis is last in both, because MXFP4 blocks run along it. A stack of layers has one more leading axis
+    in every leaf, and `lax.scan` over it yields one layer's weights at a time.
+
+    Args:
+      gate_up, down: Mxfp4Array, both in one layout.
+      gate_up_bias, down_bias: float arrays or None. The down bias is multiplied by the router weight.
+      activation_quant: static: how the checkpoint was made to be run: None (weights only) or "mxfp4" (activations quantized
+        before each stage); `mxfp4_moe(activation_quant="auto")` follows it.
+    """
+
+    gate_up: Mxfp4Array
+    down: Mxfp4Array
+    gate_up_bias: jax.Array | None
+    down_bias: jax.Array | None
+    activation_quant: str | None
+
+    __slots__ = ("activation_quant", "down", "down_bias", "gate_up", "gate_up_bias")
+
+    def __init__(
+        self,
+        gate_up: Mxfp4Array,
+        down: Mxfp4Array,
+        gate_up_bias: Any = None,
+        down_bias: Any = None,
+        *,
+        activation_quant: str | None = None,
+    ) -> None:
+        if activation_quant not in ACTIVATION_QUANTS:
+            raise ValueError(
+                f"MoeWeights: activation_quant={activation_quant!r} given; expected one of {ACTIVATION_QUANTS}. "
+                "Leave it out for weights whose activations stay in bfloat16."
+            )
+        self.gate_up, self.down = gate_up, down
+        self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
+        self.activation_quant = activation_quant
+
+    @property
+    def num_experts(self) -> int:
+        """E, the length of the experts axis."""
+        return self.gate_up.codes.shape[-3]
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of x and y."""
+        return self.gate_up.length
+
+    @property
+    def intermediate_size(self) -> int:
+        """F, the width between the two stages."""
+        return self.down.length
+
+    @property
+    def layout(self) -> str:
+        """`"packed"`, or the tag of the implementation that `prepare` was called for."""
+        return self.gate_up.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        biases = [b for b in (self.gate_up_bias, self.down_bias) if b is not None]
+        return self.gate_up.nbytes + self.down.nbytes + sum(b.size * b.dtype.itemsize for b in biases)
+
+    def __repr__(self) -> str:
+        bias = "" if self.gate_up_bias is None and self.down_bias is None else ", with biases"
+        return f"MoeWeights(gate_up={self.gate_up!r}, down={self.down!r}{bias}, activation_quant={self.activation_quant!r})"
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], str | None]:
+        """Children gate_up, down and the two biases; static activation_quant."""
+        key = jax.tree_util.GetAttrKey
+        names = ("gate_up", "down", "gate_up_bias", "down_bias")
+        return tuple((key(name), getattr(self, name)) for name in names), self.activation_quant
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], str | None]:
+        """The same without keys."""
+        return (self.gate_up, self.down, self.gate_up_bias, self.down_bias), self.activation_quant
+
+    @classmethod
+    def tree_unflatten(cls, activation_quant: str | None, children: tuple[Any, ...]) -> MoeWeights:
+        """Rebuilds without any check."""
+        weights = object.__new__(cls)
+        weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias = children
+        weights.activation_quant = activation_quant
+        return weights
+
+
+def quantize_weights(
+    gate_up: Any,
+    down: Any,
+    gate_up_bias: Any = None,
+    down_bias: Any = None,
+    *,
+    scale_rule: ScaleRule = "even",
+    rounding: Rounding = "nearest_even",
+    activation_quant: str | None = None,
+) -> MoeWeights:
+    """Quantizes float expert weights to MXFP4, one expert at a time so that the peak of extra memory is one expert.
+
+    Args:
+      gate_up: [E, 2F, D] float32, bfloat16 or float16, gate rows first, contraction axis last.
+      down: [E, D, F], likewise.
+      gate_up_bias, down_bias: [E, 2F], [E, D] or None; kept as they are.
+      scale_rule, rounding: see `quantize`.
+      activation_quant: recorded in the result; see `MoeWeights`.
+
+    Raises:
+      ValueError: the shapes do not belong together, or D or F is not a multiple of 32.
+      TypeError: the weights are not floating point.
+    """
+    if len(gate_up.shape) != 3 or len(down.shape) != 3 or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        raise ValueError(
+            f"quantize_weights: gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} given; expected [E, 2F, D] and "
+            "[E, D, F], contraction axis last. Weights stored input-major need jnp.swapaxes(w, 1, 2) first."
+        )
+    one = jax.jit(lambda w: quantize(w, scale_rule=scale_rule, rounding=rounding))
+
+    def stack(w: Any) -> Mxfp4Array:
+        if isinstance(w, jax.core.Tracer):
+            return one(w)
+        return jax.tree.map(lambda *experts: jnp.stack(experts), *[one(jnp.asarray(expert)) for expert in w])
+
+    return MoeWeights(stack(gate_up), stack(down), gate_up_bias, down_bias, activation_quant=activation_quant)
+
+
+def check_weights(where: str, weights: MoeWeights) -> None:
+    """Raises ValueError or TypeError unless `weights` obeys the invariants of `MoeWeights` for one layer."""
+    if not isinstance(weights, MoeWeights):
+        raise TypeError(
+            f"{where}: weights of type {type(weights).__name__} given; expected MoeWeights. "
+            "Build them with quantize_weights(gate_up, down) or MoeWeights(gate_up, down)."
+        )
+    up, down = weights.gate_up, weights.down
+    if up.layout != down.layout:
+        raise ValueError(
+            f"{where}: weights.gate_up in layout {up.layout!r} and weights.down in layout {down.layout!r} given; expected "
+            "one layout. Call prepare(weights, implementation) on the whole MoeWeights."
+        )
+    if up.layout != PACKED:
+        return
+    for name, a in (("gate_up", up), ("down", down)):
+        if a.scales.shape != (*a.codes.shape[:-1], a.length // 32) or a.codes.shape[-1] * 2 != a.length or a.length % 32:
+            raise ValueError(
+                f"{where}: weights.{name} has codes {tuple(a.codes.shape)} and scales {tuple(a.scales.shape)}; expected scales "
+                f"{(*a.codes.shape[:-1], a.codes.shape[-1] // 16)}: one scale for every 32 values of the last axis."
+            )
+    if up.ndim != 3 or down.ndim != 3 or up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        raise ValueError(
+            f"{where}: weights.gate_up {up.shape} and weights.down {down.shape} given; expected [E, 2F, D] and [E, D, F] with the "
+            "same E, F and D. Index a stack of layers first, or lax.scan over it."
+        )
+    experts, rows, hidden = up.shape
+    for name, bias, shape in (
+        ("gate_up_bias", weights.gate_up_bias, (experts, rows)),
+        ("down_bias", weights.down_bias, (experts, hidden)),
+    ):
+        if bias is not None and tuple(bias.shape) != shape:
+            raise ValueError(f"{where}: weights.{name} of shape {tuple(bias.shape)} given; expected {shape}, one row an expert.")
+        if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"{where}: weights.{name} of dtype {bias.dtype} given; expected a floating-point type. Cast it.")
