@@ -77,7 +77,8 @@ def mxfp4_moe(
       token_mask: [...] bool or None: False rows give exactly 0, whatever x holds there.
       apply_router_weight_on_input: the router weight multiplies the stage 1 product (before its bias) and not the result;
         biases are then not weighted. K is 1 in models that use it.
-      deterministic: the same inputs must give the same bits on the same machine.
+      deterministic: the same inputs must give the same bits on the same machine. An implementation that cannot promise it
+        refuses.
       preferred_element_type: type of y; the type of x if None.
       config: tuning parameters of the implementation, by name, instead of those from its table.
       implementation: "xla", "torch", a sequence of names to try in order, or None to choose.
@@ -180,7 +181,9 @@ def _check(
     if activation_quant == "auto":
         activation_quant = weights.activation_quant
     if activation_quant not in ACTIVATION_QUANTS:
-        raise ValueError(f"{where}: activation_quant={activation_quant!r} given; expected 'auto', None, 'mxfp4' or 'fp8'.")
+        raise ValueError(
+            f"{where}: activation_quant={activation_quant!r} given; expected 'auto', None, 'mxfp4' or 'fp8'."
+        )
     if activation_scale is not None and activation_quant != "fp8":
         raise ValueError(
             f"{where}: activation_scale given with activation_quant={activation_quant!r}; expected None, since only 'fp8' has "
@@ -238,7 +241,13 @@ _FLOAT_NAMES = "float32, bfloat16 or float16"
 
 
 def _as_array(a: Any) -> jax.Array:
-    return a if isinstance(a, jax.Array) else jnp.asarray(a)
+    if isinstance(a, jax.Array):
+        return a
+    a = np.asarray(a)
+    if a.dtype.kind in "iu" and a.dtype.itemsize == 8:
+        # Without x64, JAX keeps the low 32 bits of a wide integer, which would turn an id that is far off into a valid one.
+        a = np.where((a < 0) | (a > 2**31 - 1), -1, a).astype(np.int32)
+    return jnp.asarray(a)
 
 
 def _check_arrays(
@@ -263,7 +272,12 @@ def _check_arrays(
             f"{weights.hidden_size}]. Pass the weights of this layer, with the contraction axis last."
         )
     lead = x.shape[:-1]
-    if topk_ids.ndim != x.ndim or topk_ids.shape[:-1] != lead or topk_ids.shape[-1] == 0 or topk_weights.shape != topk_ids.shape:
+    if (
+        topk_ids.ndim != x.ndim
+        or topk_ids.shape[:-1] != lead
+        or topk_ids.shape[-1] == 0
+        or topk_weights.shape != topk_ids.shape
+    ):
         raise ValueError(
             f"{where}: topk_weights of shape {topk_weights.shape} and topk_ids of shape {topk_ids.shape} given with x of shape {x.shape}; "
             f"expected both [{', '.join(map(str, lead))}{', ' if lead else ''}K], the leading axes of x and K experts each."

@@ -219,8 +219,12 @@ def dequantize(array: Mxfp4Array, dtype: Any = jnp.bfloat16) -> jax.Array:
         )
     dtype = np.dtype(dtype)
     if dtype not in _FLOAT_FORMATS:
-        raise TypeError(f"dequantize: dtype {dtype} given; expected float32, bfloat16 or float16. Cast the result of float32.")
-    return _assemble(unpack(array.codes), jnp.repeat(array.scales, BLOCK, axis=-1, total_repeat_length=array.length), dtype)
+        raise TypeError(
+            f"dequantize: dtype {dtype} given; expected float32, bfloat16 or float16. Cast the result of float32."
+        )
+    return _assemble(
+        unpack(array.codes), jnp.repeat(array.scales, BLOCK, axis=-1, total_repeat_length=array.length), dtype
+    )
 
 
 # Mantissa bits and exponent bias of the types that dequantize can return, and the integer type of the same width.

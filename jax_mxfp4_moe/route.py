@@ -69,7 +69,9 @@ def topk_routing(
     """
     logits = jnp.asarray(logits)
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"topk_routing: logits of dtype {logits.dtype} given; expected a floating-point type. Cast them.")
+        raise TypeError(
+            f"topk_routing: logits of dtype {logits.dtype} given; expected a floating-point type. Cast them."
+        )
     if logits.ndim == 0 or not 1 <= num_experts_per_tok <= logits.shape[-1]:
         raise ValueError(
             f"topk_routing: num_experts_per_tok={num_experts_per_tok} given with logits of shape {logits.shape}; expected "

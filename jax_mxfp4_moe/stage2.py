@@ -43,7 +43,9 @@ def stage2(
     def rows_from(row: jax.Array) -> tuple[jax.Array, jax.Array]:
         if isinstance(h, Mxfp4Array):
             codes = lax.dynamic_slice(h.codes, (row, 0), (tile_rows, h.codes.shape[1]))
-            return dequantize_halves(codes, lax.dynamic_slice(h.scales, (row, 0), (tile_rows, h.scales.shape[1])), dtype)
+            return dequantize_halves(
+                codes, lax.dynamic_slice(h.scales, (row, 0), (tile_rows, h.scales.shape[1])), dtype
+            )
         block = lax.dynamic_slice(h, (row, 0), (tile_rows, problem.intermediate))
         return block[:, 0::2].astype(dtype), block[:, 1::2].astype(dtype)
 

@@ -57,28 +57,37 @@ def random_case(problem: MoeProblem, seed: int = 0, *, shared_experts: int = 0) 
     """
     rng = np.random.default_rng(seed)
     tokens, experts, routed = problem.tokens, problem.experts - shared_experts, problem.top_k - shared_experts
-    # E2M1 codes drawn uniformly have a mean square of 72.5 / 8; the scales bring a row's product to about 1.
     gate_up = random_packed(rng, (problem.experts, 2 * problem.intermediate, problem.hidden))
     down = random_packed(rng, (problem.experts, problem.hidden, problem.intermediate))
     scores = rng.random((tokens, experts), dtype=np.float32)
     ids = np.argpartition(scores, routed - 1, axis=1)[:, :routed] if routed < experts else np.argsort(scores, axis=1)
     ids = np.concatenate([ids, np.broadcast_to(experts + np.arange(shared_experts), (tokens, shared_experts))], axis=1)
     weights = rng.random((tokens, routed), dtype=np.float32) + 0.1
-    weights = np.concatenate([weights / weights.sum(1, keepdims=True), np.ones((tokens, shared_experts), np.float32)], axis=1)
+    weights = np.concatenate(
+        [weights / weights.sum(1, keepdims=True), np.ones((tokens, shared_experts), np.float32)], axis=1
+    )
     x = jnp.asarray(rng.standard_normal((tokens, problem.hidden), dtype=np.float32)).astype(problem.dtype)
-    bias = {
+    biases = {
         name: jnp.asarray(rng.standard_normal(shape, dtype=np.float32) * np.float32(0.1)) if wanted else None
         for name, wanted, shape in (
             ("gate_up_bias", problem.has_gate_up_bias, (problem.experts, 2 * problem.intermediate)),
             ("down_bias", problem.has_down_bias, (problem.experts, problem.hidden)),
         )
     }
-    return Case(x, MoeWeights(gate_up, down, **bias), jnp.asarray(weights), jnp.asarray(ids.astype(np.int32)))
+    return Case(
+        x,
+        MoeWeights(gate_up, down, biases["gate_up_bias"], biases["down_bias"]),
+        jnp.asarray(weights),
+        jnp.asarray(ids.astype(np.int32)),
+    )
 
 
 def random_packed(rng: np.random.Generator, shape: tuple[int, ...]) -> Mxfp4Array:
-    """Random codes, and scales spread over a dozen powers of two, such that a dot product with a unit normal row is about 1."""
+    """Random codes, and scales spread over ten powers of two, such that a dot product with a unit normal row is about 1.
+
+    Uniform codes have a root mean square of 2.93, and the spread of the scales doubles it.
+    """
     codes = rng.integers(0, 256, (*shape[:-1], shape[-1] // 2), dtype=np.uint8)
-    centre = 127 - int(round(np.log2(3 * np.sqrt(shape[-1])))) - 2
+    centre = 126 - round(float(np.log2(3 * np.sqrt(shape[-1]))))
     spread = np.clip(np.rint(rng.standard_normal((*shape[:-1], shape[-1] // 32), dtype=np.float32) * 1.2), -6, 3)
     return Mxfp4Array(jnp.asarray(codes), jnp.asarray((centre + spread).astype(np.uint8)), layout=PACKED)

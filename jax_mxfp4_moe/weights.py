@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array
+from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array, check_packed_shapes
 from jax_mxfp4_moe.problem import ACTIVATION_QUANTS
 from jax_mxfp4_moe.quantize import Rounding, ScaleRule, quantize
 
@@ -127,7 +127,11 @@ def quantize_weights(
       ValueError: the shapes do not belong together, or D or F is not a multiple of 32.
       TypeError: the weights are not floating point.
     """
-    if len(gate_up.shape) != 3 or len(down.shape) != 3 or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+    if (
+        len(gate_up.shape) != 3
+        or len(down.shape) != 3
+        or gate_up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1])
+    ):
         raise ValueError(
             f"quantize_weights: gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} given; expected [E, 2F, D] and "
             "[E, D, F], contraction axis last. Weights stored input-major need jnp.swapaxes(w, 1, 2) first."
@@ -157,12 +161,8 @@ def check_weights(where: str, weights: MoeWeights) -> None:
         )
     if up.layout != PACKED:
         return
-    for name, a in (("gate_up", up), ("down", down)):
-        if a.scales.shape != (*a.codes.shape[:-1], a.length // 32) or a.codes.shape[-1] * 2 != a.length or a.length % 32:
-            raise ValueError(
-                f"{where}: weights.{name} has codes {tuple(a.codes.shape)} and scales {tuple(a.scales.shape)}; expected scales "
-                f"{(*a.codes.shape[:-1], a.codes.shape[-1] // 16)}: one scale for every 32 values of the last axis."
-            )
+    for name, array in (("gate_up", up), ("down", down)):
+        check_packed_shapes(f"{where}: weights.{name}", array.codes.shape, array.scales.shape, array.length)
     if up.ndim != 3 or down.ndim != 3 or up.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
         raise ValueError(
             f"{where}: weights.gate_up {up.shape} and weights.down {down.shape} given; expected [E, 2F, D] and [E, D, F] with the "
@@ -174,6 +174,10 @@ def check_weights(where: str, weights: MoeWeights) -> None:
         ("down_bias", weights.down_bias, (experts, hidden)),
     ):
         if bias is not None and tuple(bias.shape) != shape:
-            raise ValueError(f"{where}: weights.{name} of shape {tuple(bias.shape)} given; expected {shape}, one row an expert.")
+            raise ValueError(
+                f"{where}: weights.{name} of shape {tuple(bias.shape)} given; expected {shape}, one row an expert."
+            )
         if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(f"{where}: weights.{name} of dtype {bias.dtype} given; expected a floating-point type. Cast it.")
+            raise TypeError(
+                f"{where}: weights.{name} of dtype {bias.dtype} given; expected a floating-point type. Cast it."
+            )

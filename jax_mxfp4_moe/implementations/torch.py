@@ -220,6 +220,8 @@ class TorchImplementation(Implementation):
             return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
         if platform == "cpu":
             return None
+        if problem is not None and problem.deterministic:
+            return "adds with atomics in no fixed order on a GPU, and deterministic=True was asked for"
         if platform not in ("cuda", "rocm"):
             return f"runs on cpu, cuda and rocm, found {platform}"
         import torch
