@@ -19,7 +19,9 @@ PREFERENCE: tuple[str, ...] = ("xla", "torch")
 def get(where: str, name: str) -> Implementation:
     """Returns the implementation of that name, or raises ValueError."""
     if name not in IMPLEMENTATIONS:
-        raise ValueError(f"{where}: implementation={name!r} given; expected one of {', '.join(sorted(IMPLEMENTATIONS))}, or None.")
+        raise ValueError(
+            f"{where}: implementation={name!r} given; expected one of {', '.join(sorted(IMPLEMENTATIONS))}, or None."
+        )
     return IMPLEMENTATIONS[name]
 
 
@@ -72,6 +74,9 @@ def choose(
     width = max(map(len, reasons))
     listed = "\n".join(f"  {name:<{width}}  {reason}" for name, reason in reasons.items())
     quoted = ", ".join(map(repr, reasons))
-    remedy = "Leave implementation unset to choose among all." if implementation is not None else "See python -m jax_mxfp4_moe doctor."
+    remedy = (
+        "Leave implementation unset to choose among all."
+        if implementation is not None
+        else "See python -m jax_mxfp4_moe doctor."
+    )
     raise NotImplementedError(f"{where}: none of {quoted} can run {problem} on {platform}:\n{listed}\n{remedy}")
-

@@ -77,7 +77,9 @@ def lookup(
             found = rows.get(key_of(problem, tokens=tokens))
             if found is not None:
                 values = {name: type(default)(found[name]) for name, default in defaults[0].items if name in found}
-                return Config.of({**dict(defaults[0].items), **values}, f"{path.parent.name}/{path.name}, {what} token={tokens}")
+                return Config.of(
+                    {**dict(defaults[0].items), **values}, f"{path.parent.name}/{path.name}, {what} token={tokens}"
+                )
     return defaults[0]
 
 
@@ -94,10 +96,14 @@ def _rows(path: pathlib.Path, modified: int) -> dict[tuple[str, ...], dict[str, 
         reader = csv.DictReader(file)
         missing = set(KEY_COLUMNS) - set(reader.fieldnames or ())
         if missing:
-            raise ValueError(f"tuning table {path}: columns {sorted(missing)} are missing; expected {', '.join(KEY_COLUMNS)}.")
+            raise ValueError(
+                f"tuning table {path}: columns {sorted(missing)} are missing; expected {', '.join(KEY_COLUMNS)}."
+            )
         return {
             tuple(row[column] for column in KEY_COLUMNS): {
-                name.removeprefix(CONFIG_PREFIX): value for name, value in row.items() if name.startswith(CONFIG_PREFIX) and value
+                name.removeprefix(CONFIG_PREFIX): value
+                for name, value in row.items()
+                if name.startswith(CONFIG_PREFIX) and value
             }
             for row in reader
         }
