@@ -104,6 +104,9 @@ class MoeWeights:
         return weights
 
 
+_quantize = jax.jit(quantize, static_argnames=("scale_rule", "rounding"))
+
+
 def quantize_weights(
     gate_up: Any,
     down: Any,
@@ -136,12 +139,12 @@ def quantize_weights(
             f"quantize_weights: gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} given; expected [E, 2F, D] and "
             "[E, D, F], contraction axis last. Weights stored input-major need jnp.swapaxes(w, 1, 2) first."
         )
-    one = jax.jit(lambda w: quantize(w, scale_rule=scale_rule, rounding=rounding))
+    rules = {"scale_rule": scale_rule, "rounding": rounding}
 
     def stack(w: Any) -> Mxfp4Array:
         if isinstance(w, jax.core.Tracer):
-            return one(w)
-        return jax.tree.map(lambda *experts: jnp.stack(experts), *[one(jnp.asarray(expert)) for expert in w])
+            return _quantize(w, **rules)
+        return jax.tree.map(lambda *experts: jnp.stack(experts), *[_quantize(jnp.asarray(e), **rules) for e in w])
 
     return MoeWeights(stack(gate_up), stack(down), gate_up_bias, down_bias, activation_quant=activation_quant)
 

@@ -1,0 +1,53 @@
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def run(name, *arguments):
+    return subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, timeout=900, cwd=EXAMPLES.parent
+    )
+
+
+def test_one_layer():
+    example = run("one_layer.py")
+    assert example.returncode == 0, example.stderr
+    assert "y (16, 256) float32" in example.stdout
+    assert float(re.search(r"relative error of 4-bit weights: ([\d.]+)", example.stdout)[1]) < 0.25
+
+
+def test_flax_layer():
+    example = run("flax_layer.py")
+    assert example.returncode == 0, example.stderr
+    assert example.stdout.strip().endswith("equal: True")
+
+
+@pytest.fixture(scope="module")
+def smoke():
+    """Everything that the demo does, on a model that has learnt nothing."""
+    return run("tiny_moe_lm.py", "--smoke")
+
+
+def test_tiny_moe_lm_does_all_of_it(smoke):
+    assert "Traceback" not in smoke.stderr, smoke.stderr
+    results = dict(re.findall(r"^RESULT (\S+) (\S+)$", smoke.stdout, re.MULTILINE))
+    assert results["bridge"] == "compiled"
+    assert int(results["bridge_calls"]) > 0
+    # Codes, and one scale byte for 32 of them, instead of 4 bytes each.
+    assert int(results["expert_bytes_mxfp4"]) / int(results["expert_bytes_float32"]) == pytest.approx(17 / 128)
+    for implementation in ("xla", "torch"):
+        assert float(results[f"us_{implementation}_1_tokens"]) > 0
+        for what in ("weights", "activations"):
+            assert float(results[f"bits_per_byte_{what}_{implementation}"]) == pytest.approx(8, abs=1.5)
+
+
+def test_tiny_moe_lm_fails_with_the_reason(smoke):
+    assert smoke.returncode == 1
+    failed = [line for line in smoke.stderr.splitlines() if line.startswith("FAILED")]
+    assert re.fullmatch(r"FAILED bits per byte: [\d.]+ found, expected at most 2\.5", failed[0])
+    assert re.fullmatch(r"FAILED cost of zeroing the routed experts: [\d.-]+ found, expected at least 0\.2", failed[-1])
