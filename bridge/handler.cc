@@ -148,7 +148,9 @@ std::string Run(Plan& plan, const std::vector<void*>& data, Make make) {
   }
   // The callable may have kept the lists: empty them, so that only a kept tensor counts as a kept view (rule 2).
   for (const Ref* list : {&inputs, &outputs}) {
-    if (*list && PyList_SetSlice(list->get(), 0, PyList_GET_SIZE(list->get()), nullptr) != 0) PyErr_Clear();
+    if (*list && Py_REFCNT(list->get()) > 1 && PyList_SetSlice(list->get(), 0, PyList_GET_SIZE(list->get()), nullptr) != 0) {
+      PyErr_Clear();
+    }
   }
   return error;
 }

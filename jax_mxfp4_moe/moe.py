@@ -17,6 +17,7 @@ from jax import lax
 
 from jax_mxfp4_moe import device, implementations
 from jax_mxfp4_moe.implementations.base import Config, Operands, Steps
+from jax_mxfp4_moe.implementations.torch_call import BRIDGES
 from jax_mxfp4_moe.mxfp4 import PACKED
 from jax_mxfp4_moe.problem import ACTIVATION_QUANTS, MoeProblem, resolve_activation
 from jax_mxfp4_moe.quantize import Rounding, ScaleRule, check_rules
@@ -97,6 +98,10 @@ def mxfp4_moe(
         activation_scale, scale_rule, rounding, expert_map, token_mask, apply_router_weight_on_input, deterministic,
         preferred_element_type,
     )  # fmt: skip
+    if bridge is not None and bridge not in BRIDGES:
+        raise ValueError(
+            f"mxfp4_moe: bridge={bridge!r} given; expected one of {', '.join(BRIDGES)}, or None to choose."
+        )
     if problem.tokens == 0:
         return jnp.zeros(shape, problem.out_dtype)
     choices = _choose_and_configure(problem, operands, implementation, config)
@@ -223,7 +228,8 @@ def _check(
     if token_mask is not None:
         token_mask = _as_array(token_mask)
         if token_mask.shape != lead or token_mask.dtype != jnp.bool_:
-            raise ValueError(
+            wrong = ValueError if token_mask.dtype == jnp.bool_ else TypeError
+            raise wrong(
                 f"{where}: token_mask {token_mask.dtype}{list(token_mask.shape)} given; expected bool{list(lead)}, one entry a token."
             )
         skipped = skipped | ~token_mask.reshape(tokens, 1)
@@ -291,7 +297,8 @@ def _local_ids(where: str, ids: jax.Array, experts: int, expert_map: Any) -> tup
     if expert_map is not None:
         expert_map = _as_array(expert_map)
         if expert_map.ndim != 1 or not jnp.issubdtype(expert_map.dtype, jnp.integer):
-            raise ValueError(
+            wrong = ValueError if jnp.issubdtype(expert_map.dtype, jnp.integer) else TypeError
+            raise wrong(
                 f"{where}: expert_map {expert_map.dtype}{list(expert_map.shape)} given; expected a 1-D integer array: for each global id "
                 "the row of weights that holds it, or -1."
             )

@@ -93,8 +93,15 @@ class Mxfp4Array:
 
     def __getitem__(self, index: Any) -> Mxfp4Array:
         """Selects along leading axes; the last axis, along which blocks run, cannot be cut this way."""
-        probe = jax.eval_shape(lambda a: a[index], jax.ShapeDtypeStruct((*self.codes.shape[:-1], 1), jnp.uint8))
-        if self.layout != PACKED or not probe.shape or probe.shape[-1] != 1:
+        parts = index if isinstance(index, tuple) else (index,)
+        # A boolean array takes as many axes as it has; None and the ellipsis take none; anything else takes one.
+        consumed = sum(
+            part.ndim if getattr(part, "dtype", None) == np.bool_ else 1
+            for part in parts
+            if part is not None and part is not Ellipsis
+        )
+        trailing_ellipsis = all(part is not Ellipsis for part in parts[:-1])
+        if self.layout != PACKED or consumed >= self.ndim or not trailing_ellipsis:
             raise ValueError(
                 f"Mxfp4Array: index {index!r} given for logical shape {self.shape} in layout {self.layout!r}; expected an index "
                 "of leading axes in layout 'packed'. To cut the last axis, cut codes by 16 and scales by 1 for each block of 32."
@@ -131,6 +138,7 @@ def check_packed_shapes(where: str, codes: tuple[int, ...], scales: tuple[int, .
         not codes
         or length % BLOCK
         or codes[-1] * 2 != length
+        or not scales
         or codes[:-1] != scales[:-1]
         or scales[-1] * BLOCK != length
     ):

@@ -92,7 +92,7 @@ def stage1(
                 product = product + bias[expert].astype(jnp.float32)
             y = activate(product[:, :features], product[:, features:], problem)
             # The last tile of an expert runs into the rows of the next one, which writes them after it.
-            return row + tile_rows, lax.dynamic_update_slice(h, y.astype(h.dtype), (row, 0))
+            return row + tile_rows, lax.dynamic_update_slice(h, y.astype(h.dtype), (row, jnp.int32(0)))
 
         return lax.while_loop(lambda c: c[0] < routing.offsets[expert + 1], tile, (routing.offsets[expert], h))[1]
 

@@ -41,12 +41,9 @@ def stage2(
     factors = factors.reshape(-1)
 
     def rows_from(row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        if isinstance(h, Mxfp4Array):
-            codes = lax.dynamic_slice(h.codes, (row, 0), (tile_rows, h.codes.shape[1]))
-            return dequantize_halves(
-                codes, lax.dynamic_slice(h.scales, (row, 0), (tile_rows, h.scales.shape[1])), dtype
-            )
-        block = lax.dynamic_slice(h, (row, 0), (tile_rows, problem.intermediate))
+        block = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, row, tile_rows), h)
+        if isinstance(block, Mxfp4Array):
+            return dequantize_halves(block.codes, block.scales, dtype)
         return block[:, 0::2].astype(dtype), block[:, 1::2].astype(dtype)
 
     def visit(i: jax.Array, y: jax.Array) -> jax.Array:

@@ -246,7 +246,7 @@ class TorchImplementation(Implementation):
         slots, workspace_bytes = torch_call.workspace_slots(_workspace(problem))
         plan = Plan(
             name=f"torch {problem}",
-            key=("torch", problem, str(structure)),
+            key=("torch", problem, str(structure), tuple(str(leaf.dtype) for leaf in leaves)),
             run=functools.partial(_run_on_tensors, problem, slots, pipeline),
             inputs=tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves),
             outputs=(BufferSpec((problem.tokens, problem.hidden), problem.out_dtype),),

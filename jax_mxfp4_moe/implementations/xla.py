@@ -16,7 +16,7 @@ from jax_mxfp4_moe.route import Routing, route
 from jax_mxfp4_moe.stage1 import stage1
 from jax_mxfp4_moe.stage2 import stage2
 
-TILE_ROWS = (1, 8, 32, 128)
+TILE_ROWS = (1, 8, 16, 32, 64, 128)
 """Rows of one expert that are multiplied at a time: the choices of the `tile_rows` config."""
 
 
@@ -59,11 +59,11 @@ class XlaImplementation(Implementation):
         return None
 
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
-        """The tile nearest to the rows that an expert has on average, then the others."""
-        average = problem.rows / max(1, min(problem.experts, problem.rows))
-        fits = [t for t in TILE_ROWS if t <= problem.rows] or [1]
-        first = min((t for t in fits if t >= average), default=fits[-1])
-        return [Config.of({"tile_rows": t}) for t in [first, *(t for t in fits if t != first)]]
+        """The largest tile that the rows of an average expert fill, then the others."""
+        average = problem.rows // max(1, min(problem.experts, problem.rows))
+        tiles = [t for t in TILE_ROWS if t <= problem.rows] or [1]
+        first = max((t for t in tiles if t <= average), default=1)
+        return [Config.of({"tile_rows": t}) for t in [first, *(t for t in tiles if t != first)]]
 
     def run(
         self,

@@ -7,8 +7,9 @@ Looked up in this order, and nowhere else:
   4. the implementation's first config.
 
 A table is CSV. Its key columns carry aiter's names where aiter has the column, so that a row can go either way; columns
-named `config_<parameter>` hold the config, and the rest (time, versions) is provenance. A row's key holds every fact that
-changes the answer, so a table can change how fast a call is, and never what it returns.
+named `config_<parameter>` hold the config, and the rest (time, versions) is provenance. Every config of an implementation
+gives the same answer, and a row made for another type or activation precision does not match: a table can change how
+fast a call is, and never what it returns.
 """
 
 from __future__ import annotations
@@ -70,17 +71,20 @@ def lookup(
             )
         return Config.of({**dict(defaults[0].items), **config}, "argument")
     bucket = 1 << (problem.tokens - 1).bit_length()
-    for folder in folders():
-        path = folder / device.arch(platform) / f"{implementation.name}.csv"
-        rows = _rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
-        for tokens, what in ((problem.tokens, "row"), (bucket, "bucket")):
+    for tokens, what in ((problem.tokens, "row"), (bucket, "bucket")):
+        for folder in folders():
+            path = folder / device.arch(platform) / f"{implementation.name}.csv"
+            rows = _rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
             found = rows.get(key_of(problem, tokens=tokens))
             if found is not None:
-                values = {name: type(default)(found[name]) for name, default in defaults[0].items if name in found}
-                return Config.of(
-                    {**dict(defaults[0].items), **values}, f"{path.parent.name}/{path.name}, {what} token={tokens}"
-                )
+                values = {n: _parse(found[n], default) if n in found else default for n, default in defaults[0].items}
+                return Config.of(values, f"{path.parent.name}/{path.name}, {what} token={tokens}")
     return defaults[0]
+
+
+def _parse(text: str, default: Any) -> Any:
+    """Reads a config value in the type of the implementation's default."""
+    return text == "True" if isinstance(default, bool) else type(default)(text)
 
 
 def folders() -> list[pathlib.Path]:

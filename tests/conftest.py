@@ -1,0 +1,12 @@
+"""Settings shared by all tests."""
+
+import os
+import sys
+
+import hypothesis
+
+sys.path.insert(0, os.path.dirname(__file__))  # `import oracle` from every folder of tests
+
+# A first call compiles, so that a deadline would measure XLA; derandomized, so that a red run is red again.
+hypothesis.settings.register_profile("project", deadline=None, max_examples=25, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("project")

@@ -1,0 +1,461 @@
+"""The contract that every implementation keeps: the same numbers as the oracle, whatever the shapes and the ids.
+
+A new implementation is one more name in NAMES. Routing and quantization are tested densely in their own files; here
+they are crossed thinly.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import Case, far_from_ties, random_case, random_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_mxfp4_moe import mxfp4_moe, prepare, testing
+from jax_mxfp4_moe.testing import relative_error
+
+NAMES = ("xla", "torch")
+# Float32 problems with quantized activations are drawn far from every tie (see far_from_ties), so that no code may flip
+# and the tolerance of plain float32 holds for them too.
+TOLERANCES = {**testing.TOLERANCES, ("float32", "mxfp4"): testing.TOLERANCES["float32", None]}
+RECIPES = (("float32", None), ("bfloat16", None), ("float32", "mxfp4"), ("bfloat16", "mxfp4"))
+
+
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
+def skip_unless_able(case: Case, name: str, activation_quant, **options) -> None:
+    sentence = case.why_not(name, activation_quant, **options)
+    if sentence is not None:
+        pytest.skip(f"{name} {sentence}")
+
+
+def make_case(dtype, activation_quant, *, adjust=lambda case: case, options=None, **shape) -> Case:
+    def make(seed):
+        return adjust(random_case(seed=seed, dtype=dtype, **shape))
+
+    if (dtype, activation_quant) == ("float32", "mxfp4"):
+        return far_from_ties(make, activation_quant=activation_quant, **(options or {}))
+    return make(0)
+
+
+def check(case: Case, name: str, activation_quant, **options) -> jax.Array:
+    """Runs the implementation under jit and compares with the oracle by the recipe's tolerance."""
+    skip_unless_able(case, name, activation_quant, **options)
+    dtype = str(case.x.dtype)
+    y = case.run(implementation=name, activation_quant=activation_quant, **options)
+    assert y.shape == case.x.shape
+    out_dtype = options.pop("preferred_element_type", dtype)
+    assert y.dtype == jnp.dtype(out_dtype)
+    expected = case.expected(activation_quant=activation_quant, **options)
+    assert relative_error(np.asarray(y, np.float64), expected) <= TOLERANCES[dtype, activation_quant]
+    return y
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def with_ids(choose):
+    """Replaces the ids by what choose(rng, shape, experts) gives."""
+
+    def adjust(case):
+        rng = np.random.default_rng(99)
+        ids = choose(rng, case.topk_ids.shape, case.gate_up[0].shape[0])
+        return case.replace(topk_ids=np.asarray(ids, np.int32))
+
+    return adjust
+
+
+def ids_on_one_expert(rng, shape, experts):
+    return np.full(shape, 3)
+
+
+def ids_leaving_experts_empty(rng, shape, experts):
+    return np.stack([np.full(shape[0], 1), np.full(shape[0], 4)], axis=-1)
+
+
+def ids_with_duplicates(rng, shape, experts):
+    return rng.integers(0, 2, (*shape[:-1], 4))[..., : shape[-1]]
+
+
+def ids_with_skips(rng, shape, experts):
+    ids = rng.integers(-2, experts + 2, shape)
+    ids[0] = -1  # a token without any expert
+    ids[1] = [experts, *ids[1, 1:]]
+    ids[2] = [np.iinfo(np.int32).min, np.iinfo(np.int32).max, *ids[2, 2:]]
+    return ids
+
+
+SHAPES = {
+    "ragged_tail": {"tokens": 13},
+    "one_token": {"tokens": 1},
+    "more_tokens_than_a_tile": {"tokens": 150, "intermediate": 32},
+    "every_token_on_one_expert": {"adjust": with_ids(ids_on_one_expert)},
+    "empty_experts": {"adjust": with_ids(ids_leaving_experts_empty)},
+    "duplicate_ids": {"top_k": 3, "adjust": with_ids(ids_with_duplicates)},
+    "skipped_ids": {"top_k": 3, "adjust": with_ids(ids_with_skips)},
+    "one_expert_in_all": {"experts": 1, "top_k": 1},
+    "top_1": {"top_k": 1},
+    "top_4": {"top_k": 4, "tokens": 7},
+    "more_slots_than_experts": {"experts": 2, "top_k": 4, "tokens": 7, "adjust": with_ids(ids_with_duplicates)},
+    "leading_axes": {"tokens": (2, 3)},
+    "one_row_without_leading_axes": {"tokens": ()},
+    "32x32": {"hidden": 32, "intermediate": 32},
+    "96x160": {"hidden": 96, "intermediate": 160},
+    "416x96": {"hidden": 416, "intermediate": 96, "tokens": 5},
+    "64x2880": {"hidden": 64, "intermediate": 2880, "experts": 2, "tokens": 3},
+    "biases": {"biases": True},
+    "biases_and_skips": {"biases": True, "top_k": 3, "adjust": with_ids(ids_with_skips)},
+}
+
+
+QUANTIZED_TOO = (
+    "ragged_tail",
+    "one_token",
+    "empty_experts",
+    "skipped_ids",
+    "leading_axes",
+    "416x96",
+    "biases_and_skips",
+)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(name, shape):
+    """Field cases 7, 9, 10, 19 and 20 among others: see the names of SHAPES."""
+    check(make_case(*RECIPES[0], **SHAPES[shape]), name, RECIPES[0][1])
+
+
+@pytest.mark.parametrize("shape", QUANTIZED_TOO)
+def test_shapes_with_quantized_activations(name, shape):
+    check(make_case(*RECIPES[3], **SHAPES[shape]), name, RECIPES[3][1])
+
+
+@pytest.mark.parametrize(("dtype", "activation_quant"), [*RECIPES, ("float16", None), ("float16", "mxfp4")])
+def test_recipes(name, dtype, activation_quant):
+    check(make_case(dtype, activation_quant, biases=True), name, activation_quant)
+
+
+@pytest.mark.parametrize(("dtype", "activation_quant"), [("bfloat16", None), ("bfloat16", "mxfp4")])
+def test_bfloat16_rounds_where_it_is_said_to(name, dtype, activation_quant):
+    """h and y are rounded to bfloat16 once each, and nothing else is.
+
+    With the oracle rounding in the same places only values beside a rounding boundary differ, so that the error is
+    far below the tolerance of the recipe: a missing or a further rounding (each some 1e-3) would show.
+    """
+    case = random_case(dtype=dtype, tokens=16)
+    skip_unless_able(case, name, activation_quant)
+    y = case.run(implementation=name, activation_quant=activation_quant)
+    expected = case.expected(activation_quant=activation_quant, out_dtype=dtype)
+    differing = np.mean(np.asarray(y, np.float64) != expected)
+    assert differing < 0.02
+
+
+@pytest.mark.parametrize(
+    ("scale_rule", "rounding"), [*((rule, "nearest_even") for rule in oracle.SCALE_RULES), ("even", "half_away")]
+)
+def test_scale_rules_and_roundings(name, scale_rule, rounding):
+    """Every rule reaches both quantizations; the float32 recipe tells the rules apart."""
+    options = {"scale_rule": scale_rule, "rounding": rounding}
+    shape = {"tokens": 3, "hidden": 32, "intermediate": 32}
+    check(make_case("float32", "mxfp4", options=options, adjust=_with_ties, **shape), name, "mxfp4", **options)
+
+
+def _with_ties(case):
+    """Activations with ties in every block and largest magnitudes on which the rules differ."""
+    x = case.x.copy()
+    x[:, :8] = [0.25, -0.75, 1.25, 1.75, -2.5, 3.5, 5.0, 1.5]
+    x[:, 8] = [6.5, 7.0, 6.0]
+    return case.replace(x=x)
+
+
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4"])
+def test_no_tokens(name, activation_quant):
+    """M = 0: an empty result of the right shape, also behind leading axes."""
+    for tokens in (0, (2, 0)):
+        case = random_case(tokens=tokens)
+        skip_unless_able(case, name, activation_quant)
+        y = case.run(implementation=name, activation_quant=activation_quant)
+        assert y.shape == case.x.shape
+        assert y.dtype == jnp.float32
+
+
+def test_nothing_but_skipped_slots(name):
+    case = random_case(tokens=4, biases=True)
+    case = case.replace(topk_ids=np.full_like(case.topk_ids, -1))
+    skip_unless_able(case, name, "mxfp4")
+    assert (np.asarray(case.run(implementation=name, activation_quant="mxfp4")) == 0).all()
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
+def test_expert_map(name, dtype, activation_quant):
+    """Global ids over 12 experts, five of them here; an id outside the map skips as well."""
+    expert_map = np.full(12, -1, np.int32)
+    expert_map[[7, 2, 9, 0, 11]] = np.arange(5)
+
+    def adjust(case):
+        ids = random_ids(np.random.default_rng(1), case.topk_ids.shape, 12)
+        ids[0, 0], ids[1, 0], ids[2, 0] = -3, 12, 2**31 - 1
+        return case.replace(topk_ids=ids)
+
+    options = {"expert_map": expert_map}
+    case = make_case(dtype, activation_quant, adjust=adjust, options=options, biases=True, top_k=3)
+    check(case, name, activation_quant, **options)
+
+
+@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
+def test_masked_rows_are_never_read(name, dtype, activation_quant):
+    """Field case 6: NaN and infinity in rows 5..7 of 8 reach nobody, by mask or by ids of -1; rows 0..4 are bit-equal."""
+    case = random_case(tokens=8, dtype=dtype, biases=True)
+    skip_unless_able(case, name, activation_quant)
+    run = {"implementation": name, "activation_quant": activation_quant}
+    x = case.x.copy()
+    x[5], x[6], x[7, ::3] = np.nan, np.inf, -np.inf
+    mask = np.arange(8) < 5
+    ids = np.where(mask[:, None], case.topk_ids, -1)
+    clean = np.asarray(case.run(token_mask=mask, **run))
+    by_mask = np.asarray(case.replace(x=x).run(token_mask=mask, **run))
+    np.testing.assert_array_equal(by_mask, clean)
+    assert (by_mask[5:] == 0).all()
+    clean = np.asarray(case.replace(topk_ids=ids).run(**run))
+    by_ids = np.asarray(case.replace(x=x, topk_ids=ids).run(**run))
+    np.testing.assert_array_equal(by_ids, clean)
+    np.testing.assert_array_equal(by_ids, by_mask)
+    # A call with five tokens may be tiled otherwise: the same numbers, not the same bits.
+    short = case.replace(x=x[:5], topk_weights=case.topk_weights[:5], topk_ids=case.topk_ids[:5])
+    assert relative_error(by_mask[:5], np.asarray(short.run(**run))) <= TOLERANCES[dtype, activation_quant]
+    # Weight 0 alone does not hide a row: its NaN stays in the row.
+    unmasked = case.replace(x=x, topk_weights=np.where(mask[:, None], case.topk_weights, 0).astype(np.float32))
+    zero_weight = np.asarray(unmasked.run(**run))
+    assert relative_error(zero_weight[:5], by_mask[:5]) <= TOLERANCES[dtype, activation_quant]
+
+
+def test_nan_in_the_weights_of_a_skipped_slot_is_not_read(name):
+    case = random_case(tokens=6)
+    skip_unless_able(case, name, None)
+    ids = case.topk_ids.copy()
+    ids[:, 1] = -1
+    weights = case.topk_weights.copy()
+    weights[:, 1] = np.nan
+    check(case.replace(topk_ids=ids, topk_weights=weights), name, None)
+
+
+@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
+def test_router_weight_on_input(name, dtype, activation_quant):
+    """The router weight multiplies the stage 1 product instead of the result; the biases are then not weighted."""
+    options = {"apply_router_weight_on_input": True}
+    case = make_case(dtype, activation_quant, options=options, biases=True, top_k=2)
+    check(case, name, activation_quant, **options)
+
+
+@pytest.mark.parametrize(("dtype", "out"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")])
+def test_preferred_element_type(name, dtype, out):
+    case = random_case(dtype=dtype)
+    skip_unless_able(case, name, None, preferred_element_type=out)
+    y = case.run(implementation=name, activation_quant=None, preferred_element_type=out)
+    assert y.dtype == jnp.dtype(out)
+    expected = case.expected()
+    assert relative_error(np.asarray(y, np.float64), expected) <= TOLERANCES["bfloat16", None]
+    if out == "float32":  # the sum is not rounded to bfloat16 on the way
+        assert relative_error(np.asarray(y, np.float64), expected) <= 3e-4  # one bf16 rounding of h may fall otherwise
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bias_dtypes(name, dtype):
+    case = random_case(dtype="float32", biases=True)
+    if dtype == "bfloat16":
+        case.gate_up_bias = case.gate_up_bias.astype(jnp.bfloat16)
+        case.down_bias = case.down_bias.astype(jnp.bfloat16)
+    check(case, name, None)
+
+
+@pytest.mark.parametrize("which", ["gate_up_bias", "down_bias"])
+def test_one_bias_alone(name, which):
+    check(random_case(biases=True).replace(**{which: None}), name, None)
+
+
+def test_weights_say_which_recipe(name):
+    """activation_quant="auto", the default, is what the weights were made for; an argument overrides it."""
+    case = make_case("float32", "mxfp4", tokens=4)
+    skip_unless_able(case, name, "mxfp4")
+    weights = case.weights
+    made_for_mxfp4 = type(weights)(weights.gate_up, weights.down, activation_quant="mxfp4")
+    run = {"implementation": name, "jit": False}
+    np.testing.assert_array_equal(case.run(**run), case.run(activation_quant=None, **run))
+    auto = case.run(weights=made_for_mxfp4, **run)
+    np.testing.assert_array_equal(auto, case.run(activation_quant="mxfp4", **run))
+    assert (np.asarray(auto) != np.asarray(case.run(**run))).any()
+    overridden = case.run(weights=made_for_mxfp4, activation_quant=None, **run)
+    np.testing.assert_array_equal(overridden, case.run(**run))
+
+
+# --- under transformations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
+def test_jit_and_eager_agree(name, dtype, activation_quant):
+    case = make_case(dtype, activation_quant, biases=True)
+    skip_unless_able(case, name, activation_quant)
+    run = {"implementation": name, "activation_quant": activation_quant}
+    eager = np.asarray(case.run(jit=False, **run), np.float64)
+    # XLA may order a float32 sum otherwise when it fuses: equal to a rounding, not to the bit.
+    assert relative_error(eager, np.asarray(case.run(**run), np.float64)) <= TOLERANCES[dtype, activation_quant]
+    assert (
+        relative_error(eager, case.expected(activation_quant=activation_quant)) <= TOLERANCES[dtype, activation_quant]
+    )
+
+
+def test_repeated_calls_are_bit_equal(name):
+    case = random_case(tokens=40, top_k=4)
+    skip_unless_able(case, name, None)
+    first, second = (np.asarray(case.run(implementation=name, deterministic=True)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+def test_inputs_that_are_donated_transposed_or_sliced(name):
+    """Whatever layout XLA gives an operand, the implementation sees the logical array; no input is written to."""
+    case = random_case(tokens=6)
+    skip_unless_able(case, name, None)
+    expected, weights = case.expected(), case.weights
+    tolerance = TOLERANCES["float32", None]
+
+    def layer(x, topk_ids=case.topk_ids):
+        return mxfp4_moe(x, weights, case.topk_weights, topk_ids, implementation=name)
+
+    transposed = jnp.asarray(np.repeat(case.x, 2, axis=0).T.copy())
+    ids = jnp.asarray(case.topk_ids.T.copy())
+    y = jax.jit(lambda x, ids: layer(x.T[::2], ids.T))(transposed, ids)
+    assert relative_error(y, expected) <= tolerance
+    whole = jax.jit(layer)
+    assert relative_error(whole(transposed.T[1::2]), expected) <= tolerance
+    x = jnp.asarray(case.x)
+    residual = jax.jit(lambda x: x + layer(x), donate_argnums=0)(x + 0)
+    assert relative_error(residual, case.x + expected) <= tolerance
+    np.testing.assert_array_equal(whole(x), whole(x))
+    np.testing.assert_array_equal(np.asarray(x), case.x)
+
+
+def test_layers_inside_scan(name):
+    """Weights of three layers, stacked, scanned over with the token as the carry."""
+    layers = [random_case(seed=seed, tokens=4, hidden=32, intermediate=32, biases=True) for seed in range(3)]
+    first = layers[0]
+    skip_unless_able(first, name, None)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(case.weights for case in layers))
+
+    @jax.jit
+    def model(x, stacked):
+        def block(x, weights):
+            return mxfp4_moe(x, weights, first.topk_weights, first.topk_ids, implementation=name), None
+
+        return jax.lax.scan(block, x, stacked)[0]
+
+    x = first.x
+    for case in layers:
+        x = case.replace(x=x.astype(np.float32), topk_weights=first.topk_weights, topk_ids=first.topk_ids).expected()
+    assert relative_error(model(first.x, stacked), x) <= 3 * TOLERANCES["float32", None]  # three layers in a row
+
+
+def test_calls_inside_cond_and_while(name):
+    case = random_case(tokens=4, hidden=32, intermediate=32)
+    skip_unless_able(case, name, None)
+    weights = case.weights
+
+    def layer(x):
+        return mxfp4_moe(x, weights, case.topk_weights, case.topk_ids, implementation=name)
+
+    @jax.jit
+    def model(x, flag):
+        x = jax.lax.cond(flag, layer, lambda x: x, x)
+        return jax.lax.fori_loop(0, 2, lambda _, x: layer(x), x)
+
+    x = case.expected()
+    for _ in range(2):
+        x = case.replace(x=x.astype(np.float32)).expected()
+    assert relative_error(model(case.x, True), x) <= 3 * TOLERANCES["float32", None]  # three layers in a row
+
+
+def test_eval_shape_agrees(name):
+    """Field case 20: the abstract result is the concrete one, at sizes that a kernel would pad."""
+    for dtype, out in itertools.product(("float32", "bfloat16"), (None, "float32")):
+        case = random_case(tokens=(2, 3), hidden=96, intermediate=96, dtype=dtype, biases=True)
+        skip_unless_able(case, name, None, preferred_element_type=out)
+        shape = jax.eval_shape(lambda: case.run(implementation=name, preferred_element_type=out))  # noqa: B023
+        assert shape.shape == (2, 3, 96)
+        assert shape.dtype == jnp.dtype(out or dtype)
+
+
+def test_with_x64(name):
+    """A program that enables 64-bit types elsewhere gets the same answer."""
+    case = random_case(tokens=4, hidden=32, intermediate=32)
+    skip_unless_able(case, name, "mxfp4")
+    run = {"implementation": name, "activation_quant": "mxfp4", "jit": False}
+    expected = np.asarray(case.run(**run))
+    with jax.enable_x64(True):
+        y = case.run(**run)
+    assert y.dtype == jnp.float32
+    assert relative_error(y, expected) <= TOLERANCES["float32", None]
+
+
+# --- preparation -----------------------------------------------------------------------------------------------------
+
+
+def test_prepared_weights_give_the_same(name):
+    """prepare changes the layout, never a number; to prepare twice is to prepare once."""
+    case = random_case(biases=True)
+    skip_unless_able(case, name, None)
+    prepared = prepare(case.weights, name)
+    np.testing.assert_array_equal(case.run(weights=prepared, implementation=name), case.run(implementation=name))
+    again = prepare(prepared, name)
+    assert jax.tree.structure(again) == jax.tree.structure(prepared)
+    jax.tree.map(np.testing.assert_array_equal, again, prepared)
+
+
+# --- properties ------------------------------------------------------------------------------------------------------
+
+_property_case = random_case(tokens=6, top_k=3, hidden=32, intermediate=32, biases=True)
+
+
+@settings(max_examples=12)
+@given(
+    ids=st.lists(st.one_of(st.integers(-3, 8), st.sampled_from([-(2**31), 2**31 - 1])), min_size=18, max_size=18),
+    weights=st.lists(st.floats(-2, 2, width=32), min_size=18, max_size=18),
+)
+def test_any_ids_and_weights(ids, weights):
+    """Negative, too large and repeated ids and any weights, for all implementations; one shape, one compilation."""
+    case = _property_case.replace(
+        topk_ids=np.array(ids, np.int32).reshape(6, 3), topk_weights=np.array(weights, np.float32).reshape(6, 3)
+    )
+    expected = case.expected()
+    for name in NAMES:
+        if case.why_not(name) is None:
+            y = np.asarray(case.run(implementation=name), np.float64)
+            # Weights of both signs may cancel: the error is measured against the size of the terms.
+            size = np.linalg.norm(case.replace(topk_weights=np.abs(case.topk_weights)).expected())
+            assert np.linalg.norm(y - expected) <= TOLERANCES["float32", None] * max(size, 1e-30)
+
+
+@settings(max_examples=12)
+@given(scales=st.lists(st.integers(0, 200), min_size=8, max_size=8), codes=st.binary(min_size=32, max_size=32))
+def test_any_scale_bytes(scales, codes):
+    """Scale bytes far from 127 in the weights of one row: the result is finite and the oracle's."""
+    case = _property_case
+    gate_up, down = (tuple(part.copy() for part in pair) for pair in (case.gate_up, case.down))
+    down[1][0, :8, 0] = np.minimum(scales, 150)
+    down[0][0, :2] = np.frombuffer(codes, np.uint8).reshape(2, 16)
+    gate_up[1][1, :8, 0] = np.minimum(scales, 140)
+    case = case.replace(gate_up=gate_up, down=down)
+    expected = case.expected()
+    for name in NAMES:
+        if case.why_not(name) is None:
+            y = np.asarray(case.run(implementation=name), np.float64)
+            error = np.linalg.norm(y - expected, axis=0) / np.maximum(np.linalg.norm(expected, axis=0), 1)
+            assert error.max() <= 1e-4  # by column, so that a huge column does not hide the others; sums cancel

@@ -1,0 +1,226 @@
+"""A second opinion on MXFP4 and on the MoE layer: slow, float64, written from the definitions.
+
+Imports nothing of the package and nothing of JAX or torch, and avoids the bit tricks that the package uses: a scale
+comes from comparisons of exact numbers, an element from its place among the midpoints, the layer from loops over
+tokens and slots. float64 holds every number met here exactly: a value of 24 bits times a power of two between 2^-149
+and 2^128, a code (2 bits) times a scale (a power of two).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+BLOCK = 32
+# The eight magnitudes of E2M1 in the order of their codes; codes 8..15 are the same numbers negated (8 is -0).
+MAGNITUDES = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+CODE_VALUES = np.concatenate([MAGNITUDES, -MAGNITUDES])
+MIDPOINTS = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+SCALE_VALUES = np.array([2.0 ** (byte - 127) for byte in range(255)] + [math.nan])
+SCALE_RULES = ("floor", "even", "rceil", "ceil", "half_up")
+ROUNDINGS = ("nearest_even", "half_away")
+
+# Bits of the significand (the hidden one included), exponent of the smallest subnormal, largest finite number.
+_FLOATS = {
+    "float16": (11, -24, 65504.0),
+    "bfloat16": (8, -133, float.fromhex("0x1.fep127")),
+    "float32": (24, -149, float.fromhex("0x1.fffffep127")),
+}
+
+
+def round_to(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Rounds float64 to the nearest value of a narrower type (ties to even, overflow to infinity), as float64."""
+    x = np.asarray(x, np.float64)
+    if dtype == "float64":
+        return x
+    bits, smallest, largest = _FLOATS[dtype]
+    _, exponent = np.frexp(x)
+    step = np.ldexp(1.0, np.maximum(exponent - bits, smallest))
+    with np.errstate(invalid="ignore"):
+        rounded = np.where(np.isfinite(x), np.rint(x / step) * step, x)
+    return np.where(np.abs(rounded) > largest, np.copysign(np.inf, rounded), rounded)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    """[..., n] codes 0..15 -> [..., n // 2] bytes, the even element in the low nibble."""
+    codes = np.asarray(codes, np.uint8)
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+
+
+def unpack(packed: np.ndarray) -> np.ndarray:
+    """[..., n // 2] bytes -> [..., n] codes 0..15."""
+    packed = np.asarray(packed, np.uint8)
+    return np.stack([packed % 16, packed // 16], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def dequantize(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """The exact value of every element as float64; NaN in a block whose scale byte is 255."""
+    values = CODE_VALUES[unpack(packed)]
+    return values * np.repeat(SCALE_VALUES[np.asarray(scales)], BLOCK, axis=-1)
+
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def scale_byte(amax: float, rule: str) -> int:
+    """The scale byte of a block by its largest magnitude: finite, positive, exact."""
+    if amax == 0:
+        return 0
+    mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2^exponent with mantissa in [1/2, 1)
+    mantissa, exponent = 2 * mantissa, exponent - 1
+    if rule == "floor":  # OCP: the largest power of two in amax over the largest power of two in E2M1, 4
+        power = exponent - 2
+    elif rule == "even":  # amax rounded to one mantissa bit, halves up: 1.75 and more become 2
+        power = exponent - 2 + (mantissa >= 1.75)
+    elif rule == "half_up":
+        power = exponent - 2 + (mantissa >= 1.5)
+    elif rule == "rceil":  # the smallest scale with which amax does not saturate
+        power = next(n for n in range(exponent - 4, exponent + 1) if amax <= math.ldexp(6.0, n))
+    elif rule == "ceil":  # the smallest power of two that is no less than amax, over 4
+        power = next(n for n in range(exponent - 4, exponent + 1) if amax <= math.ldexp(4.0, n))
+    else:
+        raise ValueError(rule)
+    return min(max(power + 127, 0), 254)
+
+
+def element_codes(ratios: np.ndarray, rounding: str) -> np.ndarray:
+    """Codes of x / scale: nearest magnitude, beyond 6 saturates, the sign of zero kept."""
+    ratios = np.asarray(ratios, np.float64)
+    lower = np.searchsorted(MIDPOINTS, np.abs(ratios), side="left")  # midpoints below; at a tie the smaller code
+    tie = np.isin(np.abs(ratios), MIDPOINTS)
+    up = lower % 2 == 1 if rounding == "nearest_even" else np.ones_like(tie)
+    return (lower + (tie & up) + 8 * np.signbit(ratios)).astype(np.uint8)
+
+
+def quantize(x: np.ndarray, scale_rule: str = "even", rounding: str = "nearest_even") -> tuple[np.ndarray, np.ndarray]:
+    """[..., n] -> packed bytes [..., n // 2], scale bytes [..., n // 32]; a block with a NaN or inf is byte 255, codes 0."""
+    with np.errstate(invalid="ignore"):  # NaN
+        x = np.asarray(x).astype(np.float64)
+    blocks = x.reshape(-1, BLOCK)
+    codes = np.zeros(blocks.shape, np.uint8)
+    scales = np.zeros(len(blocks), np.uint8)
+    for i, block in enumerate(blocks):
+        if not np.isfinite(block).all():
+            scales[i] = 255
+            continue
+        scales[i] = scale_byte(float(np.abs(block).max()), scale_rule)
+        codes[i] = element_codes(block / SCALE_VALUES[scales[i]], rounding)
+    return pack(codes.reshape(x.shape)), scales.reshape(*x.shape[:-1], x.shape[-1] // BLOCK)
+
+
+def quantize_dequantize(x: np.ndarray, scale_rule: str, rounding: str) -> np.ndarray:
+    return dequantize(*quantize(x, scale_rule, rounding))
+
+
+def is_far_from_ties(x: np.ndarray, scale_rule: str, rounding: str, margin: float) -> bool:
+    """Whether x, moved either way by `margin` times the largest magnitude of its block, quantizes to the same bytes."""
+    x = np.asarray(x, np.float64)
+    blocks = x.reshape(-1, BLOCK)
+    step = margin * np.abs(blocks).max(axis=-1, keepdims=True)
+    here = quantize(blocks, scale_rule, rounding)
+    for moved in (blocks + step, blocks - step):
+        codes, scales = quantize(moved, scale_rule, rounding)
+        # An element may change sign, which changes a code only from +0 to -0.
+        if not np.array_equal(scales, here[1]) or not np.array_equal(dequantize(codes, scales), dequantize(*here)):
+            return False
+    return True
+
+
+# --- the layer -------------------------------------------------------------------------------------------------------
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    with np.errstate(over="ignore"):
+        return x / (1 + np.exp(-x))
+
+
+def moe(
+    x,
+    gate_up,
+    down,
+    topk_weights,
+    topk_ids,
+    *,
+    gate_up_bias=None,
+    down_bias=None,
+    x_dtype="float32",
+    activation_quant=None,
+    scale_rule="even",
+    rounding="nearest_even",
+    expert_map=None,
+    token_mask=None,
+    apply_router_weight_on_input=False,
+    out_dtype="float64",
+    intermediates=None,
+):
+    """The MoE layer, one token and one slot at a time.
+
+    Args:
+      x: [..., D], values of `x_dtype`.
+      gate_up: [E, 2F, D], the exact weights (see `dequantize`), gate rows first.
+      down: [E, D, F].
+      topk_weights: [..., K].
+      topk_ids: [..., K]; after `expert_map` an id below 0 or at least E skips its slot.
+      expert_map: [E_global] local expert of a global id, -1 elsewhere; ids outside the map are skipped.
+      token_mask: [...] bool; the row of a False token is never read and gives 0.
+      apply_router_weight_on_input: the router weight multiplies the stage 1 product (before its bias), not the result.
+      out_dtype: the sum over slots is rounded to this once; float64 leaves it exact.
+      intermediates: a list that receives every row that is rounded to MXFP4 between the stages.
+
+    Returns:
+      [..., D] float64.
+    """
+    experts, two_f, hidden = gate_up.shape
+    intermediate = two_f // 2
+    x = np.asarray(x).astype(np.float64)
+    rows = x.reshape(-1, hidden)
+    ids = np.asarray(topk_ids).reshape(len(rows), -1) if len(rows) else np.zeros((0, 1), int)
+    weights = np.asarray(topk_weights).astype(np.float64).reshape(ids.shape) if len(rows) else np.zeros((0, 1))
+    weights = round_to(weights, "float32")
+    mask = np.ones(len(rows), bool) if token_mask is None else np.asarray(token_mask).reshape(-1)
+    y = np.zeros((len(rows), hidden))
+    for token in range(len(rows)):
+        if not mask[token]:
+            continue
+        for slot in range(ids.shape[1]):
+            expert = int(ids[token, slot])
+            if expert_map is not None:
+                expert = int(expert_map[expert]) if 0 <= expert < len(expert_map) else -1
+            if expert < 0 or expert >= experts:
+                continue
+            a = rows[token]
+            weight = weights[token, slot]
+            if activation_quant == "mxfp4":
+                a = quantize_dequantize(a, scale_rule, rounding)
+            gate_up_row = gate_up[expert] @ a
+            if apply_router_weight_on_input:  # on the product, in full precision: x itself is not rounded once more
+                gate_up_row = gate_up_row * weight
+            if gate_up_bias is not None:
+                gate_up_row = gate_up_row + np.asarray(gate_up_bias)[expert].astype(np.float64)
+            h = round_to(silu(gate_up_row[:intermediate]) * gate_up_row[intermediate:], x_dtype)
+            if activation_quant == "mxfp4":
+                if intermediates is not None:
+                    intermediates.append(h)
+                h = quantize_dequantize(h, scale_rule, rounding)
+            out = down[expert] @ h
+            if down_bias is not None:
+                out = out + np.asarray(down_bias)[expert].astype(np.float64)
+            y[token] += out if apply_router_weight_on_input else out * weight
+    return round_to(y, out_dtype).reshape(x.shape)
+
+
+def topk_softmax(logits, top_k, renormalize):
+    """Softmax over the experts, then the top_k largest (the lower id first among equals), then perhaps renormalised."""
+    logits = np.asarray(logits, np.float64)
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    ids = np.argsort(-p, axis=-1, kind="stable")[..., :top_k]
+    weights = np.take_along_axis(p, ids, -1)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return weights, ids
