@@ -2,6 +2,7 @@
 #
 #   PYTHON=...       interpreter for the virtual environment (default: python3.11 where present, else python3)
 #   TORCH_SPEC=...   the torch to install, for example TORCH_SPEC='torch==2.13.0+cpu' with your own package index configured
+#   GPU_PYTHON=...   interpreter of `make test-gpu`, with jax, torch, nanobind and pytest installed (default: python3)
 #   DEMO_ARGS=...    passed on to examples/tiny_moe_lm.py, for example DEMO_ARGS=--short
 #   PYTEST_ARGS=...  passed on to pytest
 
@@ -13,7 +14,8 @@ EXTRAS := torch,flax,cli,examples,test
 SOURCES := pyproject.toml constraints-cpu.txt Makefile $(wildcard bridge/*.cc bridge/*.h bridge/CMakeLists.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint typecheck bench bench-bridge clean
+.PHONY: help install demo test test-gpu test-sanitize lint typecheck bench bench-bridge clean
+GPU_PYTHON ?= python3
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -33,6 +35,35 @@ demo: install  ## train a small MoE language model, put its experts into MXFP4, 
 
 test: install  ## run the tests
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+build/gpu/.built: $(wildcard bridge/*.cc bridge/*.h bridge/CMakeLists.txt)
+	cmake -S bridge -B build/gpu -DPython_EXECUTABLE="$$(command -v $(GPU_PYTHON))"
+	cmake --build build/gpu -j
+	cmake --install build/gpu --prefix .
+	touch $@
+
+test-gpu: build/gpu/.built  ## on a GPU machine: build the bridge against its own jaxlib and torch, run the tests that need GPUs
+	PYTHONPATH=. XLA_PYTHON_CLIENT_MEM_FRACTION=0.4 $(GPU_PYTHON) -m pytest tests/gpu -rs $(PYTEST_ARGS)
+
+# The bridge's CPU tests with an instrumented extension. The interpreter, torch and XLA are not instrumented: leaks and races inside
+# of them are not looked for, what the bridge itself does is.
+RUN_INSTRUMENTED = import sys; sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in type(f).__module__]; \
+  sys.path.insert(0, sys.argv.pop(1)); import pytest; sys.exit(pytest.main(sys.argv[1:]))
+SANITIZED_TESTS = tests/bridge/test_call.py tests/bridge/test_plan.py -p no:cacheprovider -q
+
+test-sanitize: install  ## the bridge's CPU tests under AddressSanitizer + UBSan, and under ThreadSanitizer
+	for kind in address,undefined thread; do \
+	  cmake -S bridge -B build/sanitize-$$kind -DPython_EXECUTABLE=$(abspath $(BIN))/python -DBRIDGE_SANITIZE=$$kind -DCMAKE_BUILD_TYPE=RelWithDebInfo && \
+	  cmake --build build/sanitize-$$kind -j2 && rm -rf build/sanitize-$$kind/root && mkdir -p build/sanitize-$$kind/root && \
+	  cp -r jax_mxfp4_moe build/sanitize-$$kind/root/ && rm -f build/sanitize-$$kind/root/jax_mxfp4_moe/_bridge*.so && \
+	  cmake --install build/sanitize-$$kind --prefix build/sanitize-$$kind/root || exit 1; \
+	done
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 PYTHONMALLOC=malloc JAX_PLATFORMS=cpu \
+	  $(BIN)/python -c '$(RUN_INSTRUMENTED)' build/sanitize-address,undefined/root $(SANITIZED_TESTS)
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
+	  TSAN_OPTIONS="suppressions=$(abspath tests/bridge/tsan.supp) exitcode=66 halt_on_error=0" JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 \
+	  $(BIN)/python -c '$(RUN_INSTRUMENTED)' build/sanitize-thread/root $(SANITIZED_TESTS)
 
 lint: install  ## ruff
 	$(BIN)/ruff check .

@@ -85,6 +85,10 @@ class Implementation:
     extra: str | None = None
     """The extra of this package that installs what it needs, if it needs any."""
 
+    capturable: bool = False
+    """Whether its pipeline may be recorded into a command buffer: it then allocates nothing, reads nothing back on the
+    host, and launches work on every call. What is not capturable goes through the bridge's eager target."""
+
     def missing(self) -> str | None:
         """None if what it needs is installed, or else a sentence that ends in the remedy. Imports nothing heavy."""
         return None

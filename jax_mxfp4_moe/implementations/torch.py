@@ -251,6 +251,7 @@ class TorchImplementation(Implementation):
             inputs=tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves),
             outputs=(BufferSpec((problem.tokens, problem.hidden), problem.out_dtype),),
             workspace_bytes=workspace_bytes,
+            capturable=self.capturable,
         )
         return torch_call.call(plan, *leaves, bridge=bridge)[0]
 

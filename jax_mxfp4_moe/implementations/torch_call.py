@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextvars
 import ctypes
 import dataclasses
 import functools
@@ -262,6 +263,68 @@ def carve(workspace: Any, slots: Sequence[tuple[int, BufferSpec]]) -> list:
     ]
 
 
+def run_with_triton(scratch: Any, body: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs `body(*arguments)`, whose Triton kernels take their global scratch from `scratch` and may not be autotuned.
+
+    Triton asks an allocator for the scratch of kernels that need one (tensor descriptors made on the device). The
+    allocator is a context variable, so XLA's threads have none, and torch's would allocate inside a capture. Whatever the
+    caller's thread has set is back afterwards.
+
+    Args:
+      scratch: uint8 tensor, a part of the call's workspace; None for kernels that need no scratch.
+      body: launches kernels. They must have been tuned and compiled in the plan's `warm`.
+      *arguments: passed on.
+
+    Raises:
+      RuntimeError: the scratch is too small, or a kernel wants to autotune.
+    """
+    import triton
+
+    taken = 0
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Any:
+        nonlocal taken
+        start = -(-taken // alignment) * alignment
+        available = 0 if scratch is None else scratch.numel()
+        if start + size > available:
+            raise RuntimeError(
+                f"a Triton kernel asked for {size} bytes of scratch after {taken}, and the plan's workspace has {available}. "
+                "Give the plan a larger workspace_bytes."
+            )
+        taken = start + size
+        return scratch[start:taken]
+
+    def bound() -> Any:
+        triton.set_allocator(allocate)
+        _in_execute.set(True)
+        return body(*arguments)
+
+    _refuse_autotuning()
+    return contextvars.copy_context().run(bound)
+
+
+_in_execute: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_execute", default=False)
+
+
+@functools.cache
+def _refuse_autotuning() -> None:
+    """Makes an autotuner that wants to measure inside `run_with_triton` raise: it would time, allocate and wait there."""
+    from triton.runtime.autotuner import Autotuner
+
+    measure = Autotuner._bench
+
+    @functools.wraps(measure)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _in_execute.get():
+            raise RuntimeError(
+                f"Triton kernel {getattr(self.base_fn, '__name__', self)!r} wants to autotune inside a call. "
+                "Tune it in the plan's warm, on the shapes of the plan."
+            )
+        return measure(self, *args, **kwargs)
+
+    Autotuner._bench = guarded
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The call
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,6 +365,7 @@ def call(plan: Plan, *operands: Any, bridge: str | None = None) -> tuple[jax.Arr
         shapes = [jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype) for spec in plan.outputs]
         return tuple(jax.pure_callback(plan._on_host, shapes, *operands, vmap_method="sequential"))
     _make_native(plan)
+    _warm_early(plan)
     shapes = [jax.ShapeDtypeStruct(spec.shape, spec.numpy_dtype) for spec in plan.results]
     custom_call = jax.ffi.ffi_call(TARGETS[chosen], shapes, vmap_method="sequential")
     return tuple(custom_call(*operands, plan=np.int64(plan.id), plan_name=plan.name)[: len(plan.outputs)])
@@ -460,6 +524,13 @@ def _make_native(plan: Plan) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # What C++ calls
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def _warm_early(plan: Plan) -> None:
+    """Warms a plan for the default GPU while it is traced; INITIALIZE finds it warm there, and does the other devices."""
+    platform = device.platforms()[0]
+    if plan.warm is not None and platform in ("cuda", "rocm"):
+        plan._preparation(jax.local_devices()[0].local_hardware_id or 0, platform.upper())
 
 
 class _Preparation:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import types
 import warnings
@@ -304,3 +307,31 @@ def test_t46_torch_must_be_built_for_the_platform_of_the_buffers(monkeypatch, pl
         torch_call._check_torch_gpu(3, platform)
     if "sees" in expected:
         torch_call._check_torch_gpu(1, platform)
+
+
+def test_t32_a_hundred_thousand_calls_leave_nothing_behind(plan):
+    """Memory, file descriptors, plans and references are where they were after the first few thousand calls."""
+
+    def touch(inputs, outputs, workspace):
+        torch.add(inputs[0], 1, out=outputs[0])
+
+    built = plan(touch, [((8,), "float32")], [((8,), "float32")], workspace_bytes=512)
+    loop = jax.jit(lambda x: jax.lax.fori_loop(0, 5_000, lambda i, x: call(built, x, bridge="eager")[0], x))
+
+    def state():
+        gc.collect()
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        files = len(list(pathlib.Path("/proc/self/fd").iterdir()))
+        return pages * os.sysconf("SC_PAGE_SIZE"), files, torch_call.bridge_state()["plans"], sys.getrefcount(touch)
+
+    x = jnp.zeros(8)
+    for _ in range(2):
+        x = loop(x).block_until_ready()
+    memory, *rest = state()
+    for _ in range(20):
+        x = loop(x).block_until_ready()
+    np.testing.assert_array_equal(x, np.full(8, 22 * 5_000))
+    after, *rest_after = state()
+    assert built.calls == 22 * 5_000
+    assert rest_after == rest
+    assert after - memory < 2 << 20, f"{after - memory} bytes for 100,000 calls"
