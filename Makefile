@@ -20,10 +20,16 @@ GPU_PYTHON ?= python3
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-$(VENV)/.installed: $(SOURCES)
+# Rewritten only when the torch asked for changes, so that another TORCH_SPEC installs again.
+.PHONY: force
+$(CONSTRAINTS): force
+	@mkdir -p $(VENV)
+	@if [ -n "$(TORCH_SPEC)" ]; then echo "$(TORCH_SPEC)"; else cat constraints-cpu.txt; fi > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(VENV)/.installed: $(SOURCES) $(CONSTRAINTS)
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python {sys.version.split()[0]} found; jax_mxfp4_moe needs 3.11 or later: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	@if [ -n "$(TORCH_SPEC)" ]; then echo "$(TORCH_SPEC)" > $(CONSTRAINTS); else cp constraints-cpu.txt $(CONSTRAINTS); fi
 	@echo "installing $$(grep -v '^#' $(CONSTRAINTS)) for $$($(BIN)/python --version); where no CPU build of it is at hand this downloads several gigabytes: set TORCH_SPEC to choose another"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[$(EXTRAS)]'
 	touch $@

@@ -13,7 +13,7 @@ struct TorchApi {
   PyObject* from_dlpack = nullptr;              // torch._C._from_dlpack
   PyObject* is_grad_enabled = nullptr;          // torch.is_grad_enabled
   PyObject* set_grad_enabled = nullptr;         // torch._C._set_grad_enabled
-  // c10::GradMode's two functions, where the loaded libc10 has them; else the two above, 0.3 us a call slower.
+  // c10::GradMode's two functions, where the loaded libc10 has them; else the two above, which are slower.
   bool (*grad_mode)() = nullptr;
   void (*set_grad_mode)(bool) = nullptr;
   // GPU builds of torch only:

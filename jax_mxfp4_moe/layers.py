@@ -271,18 +271,38 @@ class Mxfp4MoeLinen(nn.Module):
             return None
         return self.param(name, nn.initializers.zeros, (experts, rows), self.param_dtype)
 
-    @staticmethod
-    def variables_from_weights(weights: MoeWeights, router_kernel: Any, router_bias: Any = None) -> dict[str, Any]:
-        """Returns the variables of a layer around packed weights that exist: `layer.apply(variables, x)`.
-
-        The fields of the layer must say the same: `use_bias` if the weights have biases, `activation_quant`, shared experts.
+    def variables_from_weights(
+        self, weights: MoeWeights, router_kernel: Any, router_bias: Any = None
+    ) -> dict[str, Any]:
+        """Returns the variables of this layer around packed weights that exist: `layer.apply(variables, x)`.
 
         Args:
           weights: shared experts last.
           router_kernel: [D, num_experts], contraction first as in `nn.Dense`.
           router_bias: [num_experts] or None.
+
+        Raises:
+          ValueError: a field of the layer says something else than the weights, so that it would compute something else.
         """
-        check_weights("Mxfp4MoeLinen.variables_from_weights", weights)
+        where = "Mxfp4MoeLinen.variables_from_weights"
+        check_weights(where, weights)
+        facts = {
+            "hidden_size": (self.hidden_size, weights.hidden_size),
+            "intermediate_size": (self.intermediate_size, weights.intermediate_size),
+            "num_experts + num_shared_experts": (self.num_experts + self.num_shared_experts, weights.num_experts),
+            "use_bias": (self.use_bias, weights.gate_up_bias is not None),
+            "use_bias (down)": (self.use_bias, weights.down_bias is not None),
+            "router_bias": (self.router_bias, router_bias is not None),
+            "shape of router_kernel": ((self.hidden_size, self.num_experts), tuple(router_kernel.shape)),
+        }
+        if self.activation_quant == "auto":  # the variables are bytes and cannot say
+            facts["activation_quant"] = (None, weights.activation_quant)
+        wrong = [f"{name}: {mine} here, {theirs} given" for name, (mine, theirs) in facts.items() if mine != theirs]
+        if wrong:
+            raise ValueError(
+                f"{where}: {'; '.join(wrong)}; expected the fields of the layer to agree with the weights. Build the layer with their "
+                "sizes, biases and activation_quant."
+            )
         router = {"kernel": router_kernel, "bias": router_bias}
         biases = {"gate_up_bias": weights.gate_up_bias, "down_bias": weights.down_bias}
         params = {"router": _without_none(router), **_without_none(biases)}

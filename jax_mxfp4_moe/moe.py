@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from jax import lax
 
 from jax_mxfp4_moe import device, implementations
 from jax_mxfp4_moe.implementations.base import Config, Operands, Steps
-from jax_mxfp4_moe.implementations.torch_call import BRIDGES
-from jax_mxfp4_moe.mxfp4 import PACKED
+from jax_mxfp4_moe.implementations.torch_call import BRIDGES, ENVIRONMENT_VARIABLE
+from jax_mxfp4_moe.mxfp4 import PACKED, float_dtype
 from jax_mxfp4_moe.problem import ACTIVATION_QUANTS, MoeProblem, resolve_activation
 from jax_mxfp4_moe.quantize import Rounding, ScaleRule, check_rules
 from jax_mxfp4_moe.tuning import table
@@ -61,13 +62,13 @@ def mxfp4_moe(
 
     For each token t: `y[t] = sum_k topk_weights[t, k] * (h @ down[e].T + down_bias[e])` with `e = topk_ids[t, k]` and
     `h = activation(x[t] @ gate[e].T + bias, x[t] @ up[e].T + bias)`. Sums are in float32; h is rounded to the type of x,
-    and y once at the end.
+    and y once at the end. There is no derivative yet.
 
     Args:
       x: [..., D] float32, bfloat16 or float16; leading axes are tokens.
       weights: gate_up [E, 2F, D] and down [E, D, F], packed or prepared for an implementation.
       topk_weights: [..., K] floating point, converted to float32.
-      topk_ids: [..., K] integer. An id below 0 or at least E skips its slot: it adds exactly 0.
+      topk_ids: [..., K] integer. A slot whose id is negative, or E or more, is skipped: it adds exactly 0.
       activation: one of the gated activations listed in `stage1.activate`.
       activation_alpha, activation_limit: parameters of those that take them.
       activation_quant: "auto" (what `weights` say they were made for), None (weights only) or "mxfp4" (x is rounded to MXFP4
@@ -141,6 +142,18 @@ def _run(
     return lax.platform_dependent(operands, **{choice[0]: on(*choice) for choice in choices})
 
 
+def _bridge(bridge: str | None) -> str | None:
+    """The argument or, without one, the environment variable, which is thus read at every call and not only at the first."""
+    source = "bridge"
+    if bridge is None:
+        bridge, source = os.environ.get(ENVIRONMENT_VARIABLE) or None, ENVIRONMENT_VARIABLE
+    if bridge is not None and bridge not in BRIDGES:
+        raise ValueError(
+            f"mxfp4_moe: {source}={bridge!r} given; expected one of {', '.join(BRIDGES)}, or None to choose."
+        )
+    return bridge
+
+
 def prepare(weights: MoeWeights, implementation: str) -> MoeWeights:
     """Brings packed weights to the layout of an implementation, once, outside jit.
 
@@ -196,9 +209,9 @@ def _check(
         )
     check_rules(where, scale_rule, rounding)
     alpha, limit = resolve_activation(where, activation, activation_alpha, activation_limit)
-    out_dtype = jnp.dtype(x.dtype if preferred_element_type is None else preferred_element_type)
-    if out_dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{where}: preferred_element_type={out_dtype} given; expected {_FLOAT_NAMES}.")
+    out_dtype = float_dtype(
+        f"{where}: preferred_element_type", x.dtype if preferred_element_type is None else preferred_element_type
+    )
 
     tokens, top_k = int(np.prod(lead, dtype=np.int64)), topk_ids.shape[-1]
     problem = MoeProblem(
@@ -242,10 +255,6 @@ def _check(
     return problem, operands, (*lead, problem.hidden)
 
 
-_FLOAT_DTYPES = tuple(jnp.dtype(t) for t in (jnp.float32, jnp.bfloat16, jnp.float16))
-_FLOAT_NAMES = "float32, bfloat16 or float16"
-
-
 def _as_array(a: Any) -> jax.Array:
     if isinstance(a, jax.Array):
         return a
@@ -260,8 +269,7 @@ def _check_arrays(
     where: str, x: jax.Array, weights: MoeWeights, topk_weights: jax.Array, topk_ids: jax.Array
 ) -> tuple[int, ...]:
     """Returns the leading axes, which x, topk_weights and topk_ids share."""
-    if x.dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{where}: x of dtype {x.dtype} given; expected {_FLOAT_NAMES}. Cast it.")
+    float_dtype(f"{where}: x of dtype", x.dtype)
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
         raise TypeError(
             f"{where}: topk_ids of dtype {topk_ids.dtype} given; expected an integer type. topk_weights come before topk_ids; both are "
@@ -308,7 +316,9 @@ def _local_ids(where: str, ids: jax.Array, experts: int, expert_map: Any) -> tup
     ids = jnp.where(skipped, 0, ids).astype(jnp.int32)
     if expert_map is not None and count:
         local = expert_map[ids]
-        skipped = skipped | (local < 0) | (local >= experts)
+        skipped = skipped | (local < 0)
+        if jnp.iinfo(local.dtype).max >= experts:
+            skipped = skipped | (local >= experts)
         ids = jnp.where(skipped, 0, local).astype(jnp.int32)
     return ids, skipped
 
@@ -325,6 +335,11 @@ def validate(weights: MoeWeights, topk_weights: Any, topk_ids: Any, *, expert_ma
     """
     check_weights("validate", weights)
     ids, routed = np.asarray(topk_ids), np.asarray(topk_weights, np.float32)
+    if ids.shape != routed.shape or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"validate: topk_weights of shape {routed.shape} and topk_ids {ids.dtype}{list(ids.shape)} given; expected equal shapes and an "
+            "integer type, as topk_routing returns them."
+        )
     mapping = None if expert_map is None else np.asarray(expert_map)
     count = weights.num_experts if mapping is None else mapping.shape[0]
     if (ids >= count).any():

@@ -12,6 +12,7 @@ and yields meaningless cotangents under `jax.grad`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -91,9 +92,18 @@ class Mxfp4Array:
         """Bytes of codes and scales together."""
         return int(np.prod(self.codes.shape)) + int(np.prod(self.scales.shape))
 
+    def __len__(self) -> int:
+        """Size of the first axis."""
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Mxfp4Array]:
+        """The entries along the first axis; without this, Python would index past its end, which JAX clamps."""
+        return (self[i] for i in range(len(self)))
+
     def __getitem__(self, index: Any) -> Mxfp4Array:
         """Selects along leading axes; the last axis, along which blocks run, cannot be cut this way."""
         parts = index if isinstance(index, tuple) else (index,)
+        parts = tuple(np.asarray(part) if isinstance(part, list) else part for part in parts)
         # A boolean array takes as many axes as it has; None and the ellipsis take none; anything else takes one.
         consumed = sum(
             part.ndim if getattr(part, "dtype", None) == np.bool_ else 1
@@ -106,7 +116,7 @@ class Mxfp4Array:
                 f"Mxfp4Array: index {index!r} given for logical shape {self.shape} in layout {self.layout!r}; expected an index "
                 "of leading axes in layout 'packed'. To cut the last axis, cut codes by 16 and scales by 1 for each block of 32."
             )
-        return _unchecked(self.codes[index], self.scales[index], self.length, self.layout)
+        return _unchecked(self.codes[parts], self.scales[parts], self.length, self.layout)
 
     def __repr__(self) -> str:
         return f"Mxfp4Array(shape={self.shape if hasattr(self.codes, 'shape') else self.codes}, layout={self.layout!r})"
@@ -220,19 +230,30 @@ def dequantize(array: Mxfp4Array, dtype: Any = jnp.bfloat16) -> jax.Array:
       ValueError: the array is in the layout of some implementation.
       TypeError: another dtype.
     """
+    if not isinstance(array, Mxfp4Array):
+        raise TypeError(
+            f"dequantize: a {type(array).__name__} given; expected an Mxfp4Array: Mxfp4Array(codes, scales)."
+        )
     if array.layout != PACKED:
         raise ValueError(
             f"dequantize: an array in layout {array.layout!r} given; expected layout 'packed'. "
-            "Keep the packed weights and call prepare() on a copy, or unprepare() this one first."
+            "Keep the packed weights: prepare() returns new ones."
         )
-    dtype = np.dtype(dtype)
-    if dtype not in _FLOAT_FORMATS:
-        raise TypeError(
-            f"dequantize: dtype {dtype} given; expected float32, bfloat16 or float16. Cast the result of float32."
-        )
+    dtype = float_dtype("dequantize: dtype", dtype)
     return _assemble(
         unpack(array.codes), jnp.repeat(array.scales, BLOCK, axis=-1, total_repeat_length=array.length), dtype
     )
+
+
+def float_dtype(what: str, dtype: Any) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype, or raises a TypeError that begins with `what` unless it is one of the three float types."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found not in _FLOAT_FORMATS:
+        raise TypeError(f"{what} {found or dtype!r} given; expected float32, bfloat16 or float16. Cast it.")
+    return found
 
 
 # Mantissa bits and exponent bias of the types that dequantize can return, and the integer type of the same width.
@@ -271,7 +292,7 @@ def dequantize_halves(codes: jax.Array, scales: jax.Array, dtype: Any) -> tuple[
     """The values of the even and of the odd elements, each [..., n // 2], for products that sum over the last axis.
 
     A product may take its terms in any order, and leaving the two nibbles of a byte apart avoids an interleaving that costs
-    more than the decoding (1.7 times the whole product of one expert on a CPU with AVX-512). Unlike `dequantize`, values
+    as much as the decoding. Unlike `dequantize`, values
     below 2 ** -126 become zero, as they would inside a product on platforms that flush subnormals.
 
     Args:

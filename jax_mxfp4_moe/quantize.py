@@ -66,22 +66,22 @@ def check_rules(where: str, scale_rule: str, rounding: str) -> None:
 
 
 def quantize(x: Any, *, scale_rule: ScaleRule = "even", rounding: Rounding = "nearest_even") -> Mxfp4Array:
-    """Rounds x to MXFP4 along its last axis, one scale for every 32 values.
+    """Returns x in MXFP4: each run of 32 values along the last axis gets one scale.
 
-    Used on the activations before stage 1, on the stage 1 output before stage 2, and on weights offline.
+    The same function serves weights, ahead of time, and activations, before each of the two products.
 
     Args:
-      x: [*rows, n], float32, bfloat16 or float16, n a multiple of 32.
-      scale_rule: how the scale follows from a block's largest magnitude; see the table at the head of this module.
-        Results are bitwise comparable between implementations only when this and `rounding` are the same.
-      rounding: how an element is rounded to E2M1.
+      x: [..., n] float32, bfloat16 or float16; 32 divides n.
+      scale_rule: makes the scale from the largest magnitude of a block; see the table at the head of this module.
+      rounding: where a value between two elements goes; see there too. Two implementations give the same bytes only if both
+        rules are the same.
 
     Returns:
-      codes [*rows, n // 2] uint8, the even element in the low nibble; scales [*rows, n // 32] uint8, exponent + 127.
+      An Mxfp4Array of logical shape [..., n]: codes [..., n // 2], scales [..., n // 32], both uint8.
 
     Raises:
-      ValueError: n is not a multiple of 32, or a rule is unknown.
-      TypeError: x is not of one of the three types.
+      ValueError: 32 does not divide n, or a rule is unknown.
+      TypeError: x is of another type.
     """
     check_rules("quantize", scale_rule, rounding)
     x = jnp.asarray(x)

@@ -36,7 +36,7 @@ def route(topk_ids: jax.Array, experts: int) -> Routing:
     """Sorts the slots of `topk_ids` by expert, stably.
 
     Args:
-      topk_ids: [tokens, top_k] int32; an id below 0 or at least `experts` skips its slot.
+      topk_ids: [tokens, top_k] int32; ids outside of 0..experts-1 mark skipped slots.
       experts: number of experts whose weights are here.
     """
     ids = topk_ids.reshape(-1)
@@ -72,7 +72,7 @@ def topk_routing(
         raise TypeError(
             f"topk_routing: logits of dtype {logits.dtype} given; expected a floating-point type. Cast them."
         )
-    if logits.ndim == 0 or not 1 <= num_experts_per_tok <= logits.shape[-1]:
+    if logits.ndim == 0 or not isinstance(num_experts_per_tok, int) or not 1 <= num_experts_per_tok <= logits.shape[-1]:
         raise ValueError(
             f"topk_routing: num_experts_per_tok={num_experts_per_tok} given with logits of shape {logits.shape}; expected "
             "logits [..., experts] and 1 <= num_experts_per_tok <= experts."
@@ -104,6 +104,10 @@ def append_shared_experts(
     Returns:
       [..., K + num_shared_experts] each.
     """
+    if num_experts < 0 or num_shared_experts < 0:
+        raise ValueError(
+            f"append_shared_experts: num_experts={num_experts} and num_shared_experts={num_shared_experts} given; neither may be negative."
+        )
     lead = topk_ids.shape[:-1]
     shared = jnp.arange(num_experts, num_experts + num_shared_experts, dtype=topk_ids.dtype)
     ids = jnp.concatenate([topk_ids, jnp.broadcast_to(shared, (*lead, num_shared_experts))], axis=-1)

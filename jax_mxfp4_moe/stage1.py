@@ -2,8 +2,7 @@
 
 The stacks are never expanded: a loop visits only the experts that own a row, decodes one expert's weights, and multiplies
 that expert's rows a tile at a time. Extra memory is one expert in float32 plus the result; time follows the experts and rows in use.
-(XLA's `ragged_dot` needs every expert dequantized, and is 10 to 30 times slower than this loop on a CPU; figures in
-`benchmarks/results/`.)
+(XLA's `ragged_dot` needs every expert dequantized beforehand; `benchmarks/results/cpu.md` has both side by side.)
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def stage1(
             if problem.apply_router_weight_on_input:
                 product = product * topk_weights.reshape(-1)[slots][:, None]
             if bias is not None:
-                product = product + bias[expert].astype(jnp.float32)
+                product = product + bias[expert].astype(jnp.float32)[None]
             y = activate(product[:, :features], product[:, features:], problem)
             # The last tile of an expert runs into the rows of the next one, which writes them after it.
             return row + tile_rows, lax.dynamic_update_slice(h, y.astype(h.dtype), (row, jnp.int32(0)))
@@ -97,7 +96,16 @@ def stage1(
         return lax.while_loop(lambda c: c[0] < routing.offsets[expert + 1], tile, (routing.offsets[expert], h))[1]
 
     h = jnp.zeros((problem.rows + tile_rows, features), problem.dtype)
+    h = varying_like(h, (x, gate_up, bias, topk_weights, routing))
     return lax.fori_loop(0, routing.num_hit, visit, h)
+
+
+def varying_like(start: jax.Array, operands: Any) -> jax.Array:
+    """Marks the start of a loop as varying over the mesh axes that `operands` vary over, which `jax.shard_map` checks."""
+    # JAX keeps them in `mat.varying` of the type, and kept them in `vma` before.
+    types = [jax.typeof(a) for a in jax.tree.leaves(operands)]
+    axes = frozenset().union(*(t.mat.varying if hasattr(t, "mat") else getattr(t, "vma", ()) for t in types))
+    return lax.pcast(start, tuple(sorted(axes)), to="varying") if axes else start
 
 
 def row_gatherer(x: jax.Array | Mxfp4Array, dtype: Any) -> Any:

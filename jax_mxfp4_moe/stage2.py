@@ -11,7 +11,7 @@ from jax import lax
 from jax_mxfp4_moe.mxfp4 import Mxfp4Array, dequantize_halves
 from jax_mxfp4_moe.problem import MoeProblem
 from jax_mxfp4_moe.route import Routing
-from jax_mxfp4_moe.stage1 import contract
+from jax_mxfp4_moe.stage1 import contract, varying_like
 
 
 def stage2(
@@ -56,7 +56,7 @@ def stage2(
             slots = lax.dynamic_slice(order, (row,), (tile_rows,))
             product = contract(rows_from(row), weights)
             if bias is not None:
-                product = product + bias[expert].astype(jnp.float32)
+                product = product + bias[expert].astype(jnp.float32)[None]
             product = product * factors[slots][:, None]
             # Rows past the expert's own are dropped, not multiplied by zero: they may hold NaN.
             own = row + jnp.arange(tile_rows, dtype=jnp.int32) < end
@@ -65,5 +65,5 @@ def stage2(
 
         return lax.while_loop(lambda c: c[0] < end, tile, (routing.offsets[expert], y))[1]
 
-    y = jnp.zeros((problem.tokens, problem.hidden), jnp.float32)
+    y = varying_like(jnp.zeros((problem.tokens, problem.hidden), jnp.float32), (h, down, bias, topk_weights, routing))
     return lax.fori_loop(0, routing.num_hit, visit, y).astype(problem.out_dtype)

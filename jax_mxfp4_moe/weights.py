@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array, check_packed_shapes
 from jax_mxfp4_moe.problem import ACTIVATION_QUANTS
@@ -130,6 +131,7 @@ def quantize_weights(
       ValueError: the shapes do not belong together, or D or F is not a multiple of 32.
       TypeError: the weights are not floating point.
     """
+    gate_up, down = (w if hasattr(w, "shape") else np.asarray(w) for w in (gate_up, down))
     if (
         len(gate_up.shape) != 3
         or len(down.shape) != 3
@@ -142,8 +144,8 @@ def quantize_weights(
     rules = {"scale_rule": scale_rule, "rounding": rounding}
 
     def stack(w: Any) -> Mxfp4Array:
-        if isinstance(w, jax.core.Tracer):
-            return _quantize(w, **rules)
+        if isinstance(w, jax.core.Tracer) or len(w) == 0:
+            return _quantize(jnp.asarray(w), **rules)
         return jax.tree.map(lambda *experts: jnp.stack(experts), *[_quantize(jnp.asarray(e), **rules) for e in w])
 
     return MoeWeights(stack(gate_up), stack(down), gate_up_bias, down_bias, activation_quant=activation_quant)
@@ -157,6 +159,17 @@ def check_weights(where: str, weights: MoeWeights) -> None:
             "Build them with quantize_weights(gate_up, down) or MoeWeights(gate_up, down)."
         )
     up, down = weights.gate_up, weights.down
+    for name, part in (("gate_up", up), ("down", down)):
+        if not isinstance(part, Mxfp4Array):
+            raise TypeError(
+                f"{where}: weights.{name} of type {type(part).__name__} given; expected an Mxfp4Array. Build the weights with "
+                "quantize_weights(gate_up, down), or from bytes with Mxfp4Array(codes, scales)."
+            )
+        if part.codes.dtype != np.uint8 or part.scales.dtype != np.uint8:
+            raise TypeError(
+                f"{where}: weights.{name} with codes {part.codes.dtype} and scales {part.scales.dtype} given; expected uint8. Packed bytes "
+                "must not be cast: leave them out of a tree.map over parameters."
+            )
     if up.layout != down.layout:
         raise ValueError(
             f"{where}: weights.gate_up in layout {up.layout!r} and weights.down in layout {down.layout!r} given; expected "
@@ -176,11 +189,14 @@ def check_weights(where: str, weights: MoeWeights) -> None:
         ("gate_up_bias", weights.gate_up_bias, (experts, rows)),
         ("down_bias", weights.down_bias, (experts, hidden)),
     ):
-        if bias is not None and tuple(bias.shape) != shape:
+        if bias is None:
+            continue
+        if not hasattr(bias, "dtype") or np.dtype(bias.dtype) not in (np.float32, np.float16, jnp.bfloat16):
+            raise TypeError(
+                f"{where}: weights.{name} of type {getattr(bias, 'dtype', type(bias).__name__)} given; expected an array of float32, "
+                "bfloat16 or float16. Cast it."
+            )
+        if tuple(bias.shape) != shape:
             raise ValueError(
                 f"{where}: weights.{name} of shape {tuple(bias.shape)} given; expected {shape}, one row an expert."
-            )
-        if bias is not None and not jnp.issubdtype(bias.dtype, jnp.floating):
-            raise TypeError(
-                f"{where}: weights.{name} of dtype {bias.dtype} given; expected a floating-point type. Cast it."
             )

@@ -139,6 +139,47 @@ def silu(x: np.ndarray) -> np.ndarray:
         return x / (1 + np.exp(-x))
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """With the exponential of a number that is not positive, which neither overflows nor loses digits."""
+    x = np.asarray(x, np.float64)
+    small = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1.0, small) / (1 + small)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """x times the normal distribution function of x."""
+    x = np.asarray(x, np.float64)
+    return x / 2 * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2))
+
+
+def gelu_tanh(x: np.ndarray) -> np.ndarray:
+    """(1 + tanh z) / 2 is sigmoid(2z)."""
+    x = np.asarray(x, np.float64)
+    return x * sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+
+
+def activate(gate: np.ndarray, up: np.ndarray, activation: str, alpha=None, limit=None) -> np.ndarray:
+    """The gated activations of docs/numerics.md. The two parameters' defaults are those of swiglu_oai."""
+    gate, up = np.asarray(gate, np.float64), np.asarray(up, np.float64)
+    if activation == "silu":
+        return silu(gate) * up
+    if activation == "gelu":
+        return gelu(gate) * up
+    if activation == "gelu_tanh":
+        return gelu_tanh(gate) * up
+    if activation == "swiglu_oai":
+        alpha, limit = 1.702 if alpha is None else alpha, 7.0 if limit is None else limit
+        gate = np.where(gate > limit, limit, gate)
+        return silu(alpha * gate) / alpha * (np.clip(up, -limit, limit) + 1)
+    up = np.where(up > limit, limit, np.where(up < -limit, -limit, up))
+    if activation == "silu_clamped":
+        return silu(np.where(gate > limit, limit, gate)) * up
+    if activation == "silu_post_clamped":
+        gated = silu(gate)
+        return np.where(gated > limit, limit, gated) * up
+    raise ValueError(activation)
+
+
 def moe(
     x,
     gate_up,
@@ -149,6 +190,9 @@ def moe(
     gate_up_bias=None,
     down_bias=None,
     x_dtype="float32",
+    activation="silu",
+    activation_alpha=None,
+    activation_limit=None,
     activation_quant=None,
     scale_rule="even",
     rounding="nearest_even",
@@ -165,7 +209,8 @@ def moe(
       gate_up: [E, 2F, D], the exact weights (see `dequantize`), gate rows first.
       down: [E, D, F].
       topk_weights: [..., K].
-      topk_ids: [..., K]; after `expert_map` an id below 0 or at least E skips its slot.
+      topk_ids: [..., K]; after `expert_map` a slot counts only if its id is in 0..E-1.
+      activation, activation_alpha, activation_limit: see `activate`.
       expert_map: [E_global] local expert of a global id, -1 elsewhere; ids outside the map are skipped.
       token_mask: [...] bool; the row of a False token is never read and gives 0.
       apply_router_weight_on_input: the router weight multiplies the stage 1 product (before its bias), not the result.
@@ -202,7 +247,8 @@ def moe(
                 gate_up_row = gate_up_row * weight
             if gate_up_bias is not None:
                 gate_up_row = gate_up_row + np.asarray(gate_up_bias)[expert].astype(np.float64)
-            h = round_to(silu(gate_up_row[:intermediate]) * gate_up_row[intermediate:], x_dtype)
+            gate, up = gate_up_row[:intermediate], gate_up_row[intermediate:]
+            h = round_to(activate(gate, up, activation, activation_alpha, activation_limit), x_dtype)
             if activation_quant == "mxfp4":
                 if intermediates is not None:
                     intermediates.append(h)

@@ -63,6 +63,27 @@ def test_case_04_extreme_scale_bytes_in_the_layer(name, byte):
     assert relative_error(y, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize(("name", "answer"), [("xla", 0.0), ("torch", None)])
+def test_case_04_weights_below_the_smallest_normal_number(name, answer):
+    """Case 4: codes 1 under byte 0 are 2^-128; xla counts them as zero on every platform, torch on a CPU does not.
+
+    Both answers are right by docs/numerics.md, and this test is to notice when one of them changes.
+    """
+    case = random_case(tokens=1, experts=1, top_k=1, hidden=32, intermediate=32)
+    case = case.replace(
+        x=np.full_like(case.x, 2.0**120),
+        topk_weights=np.ones_like(case.topk_weights),
+        gate_up=(np.full_like(case.gate_up[0], 0x11), np.zeros_like(case.gate_up[1])),
+        down=(np.full_like(case.down[0], 0x22), np.full_like(case.down[1], 127)),
+    )
+    exact = case.expected()
+    np.testing.assert_allclose(exact, 0.2656, atol=5e-5)
+    for jit in (True, False):
+        np.testing.assert_allclose(
+            case.run(implementation=name, jit=jit), exact if answer is None else answer, rtol=1e-6
+        )
+
+
 @every_name
 def test_case_05_scale_bytes_around_the_sign_bit(name):
     """Case 5: bytes 100, 126, 127, 128 and 250 in one weight; 250 stands over zeros and small codes alike."""
@@ -357,6 +378,71 @@ def test_case_25_a_limit_is_never_dropped(name, limit):
     case = random_case(tokens=2, hidden=32, intermediate=32)
     with pytest.raises(ValueError, match="activation_limit"):
         case.run(implementation=name, activation_limit=limit)
+
+
+def activated(name, gate_and_up, **options) -> np.ndarray:
+    """The activation of each pair by way of the layer, whose weights are identities here: y = activation(gate, up)."""
+    pairs = np.array(gate_and_up, np.float32)
+    x = np.zeros((1, 64), np.float32)
+    x[0, : len(pairs)], x[0, 32 : 32 + len(pairs)] = pairs.T
+    one = np.eye(64, dtype=np.float32)
+    weights = quantize_weights(one[None], one[None, :, :32])
+    route = np.ones((1, 1), np.float32), np.zeros((1, 1), np.int32)
+    y = np.asarray(mxfp4_moe(x, weights, *route, implementation=name, **options), np.float64)
+    assert (y[0, 32:] == 0).all()
+    return y[0, : len(pairs)]
+
+
+CASE_25 = [(20, 20), (-20, 20), (7, -20), (1, -1), (3, 2)]
+
+
+@every_name
+def test_case_25_limits_by_figure(name):
+    """Case 25: swiglu_oai at 1.702 and 7, which are its defaults, and the clamped silu at 10."""
+    figures = [55.99962502642654, -2.6347e-13, -41.99971876981991, 0, 8.945786070876641]
+    for options in ({}, {"activation_alpha": 1.702, "activation_limit": 7.0}):
+        y = activated(name, CASE_25, activation="swiglu_oai", **options)
+        assert y == pytest.approx(figures, rel=2e-5, abs=0)
+    np.testing.assert_allclose(y, oracle.activate(*np.array(CASE_25).T, "swiglu_oai"), rtol=1e-5)
+    y = activated(name, CASE_25, activation="silu_clamped", activation_limit=10.0)
+    np.testing.assert_allclose(y[0], 99.99546, rtol=1e-7)
+    np.testing.assert_allclose(y, oracle.activate(*np.array(CASE_25).T, "silu_clamped", limit=10), rtol=1e-5)
+    assert activated(name, CASE_25, activation="silu")[0] == pytest.approx(400, rel=1e-6)  # no limit, no clamp
+
+
+@every_name
+@pytest.mark.parametrize("activation", ["swiglu_oai", "silu_clamped", "silu_post_clamped"])
+@pytest.mark.parametrize("limit", [0, 0.0, -7.0, float("nan")])
+def test_case_25_a_limit_of_zero_is_not_a_clamp_to_zero(name, activation, limit):
+    """Case 25: nor is it no clamp: an error, like every limit that is not positive."""
+    with pytest.raises(ValueError, match=r"activation_limit=.* given .*expected a positive number"):
+        activated(name, CASE_25, activation=activation, activation_limit=limit)
+
+
+@pytest.mark.parametrize("activation", ["silu_clamped", "silu_post_clamped"])
+def test_case_25_a_clamp_without_its_limit(activation):
+    """Case 25: only swiglu_oai has a default limit; for the others there is none to guess."""
+    with pytest.raises(ValueError, match=r"activation_limit=None given .*expected a positive number"):
+        activated("xla", CASE_25, activation=activation)
+
+
+@every_name
+@pytest.mark.parametrize("limit", [7.0, 10.0])
+def test_case_26_clamped_before_silu_or_after_it(name, limit):
+    """Case 26: two names; they agree below the limit, and above it one gives silu(limit) and the other the limit."""
+    pairs = [(9.9, 1), (10.5, 1), (20, 1)]
+    gate = np.array([9.9, 10.5, 20], np.float32).astype(np.float64)
+    before = activated(name, pairs, activation="silu_clamped", activation_limit=limit)
+    after = activated(name, pairs, activation="silu_post_clamped", activation_limit=limit)
+    np.testing.assert_allclose(before, oracle.silu(np.minimum(gate, limit)), rtol=1e-6)
+    np.testing.assert_allclose(after, np.minimum(oracle.silu(gate), limit), rtol=1e-6)
+    assert after[2] == limit
+    if limit == 7:
+        np.testing.assert_allclose(before, 6.9936, atol=5e-5)
+        assert (after == 7).all()
+    else:
+        assert before[0] == pytest.approx(after[0], rel=1e-6)
+        assert (before[1:] < 9.9996).all()
 
 
 def test_weights_of_zero_experts_bytes_helper_is_random_enough():

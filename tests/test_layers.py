@@ -1,4 +1,5 @@
 import pickle
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_mxfp4_moe import append_shared_experts, dequantize, mxfp4_moe, quantize, topk_routing
+from jax_mxfp4_moe import MoeWeights, append_shared_experts, dequantize, mxfp4_moe, quantize, topk_routing
 from jax_mxfp4_moe.layers import Mxfp4Moe, Mxfp4MoeLinen, Quantized
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_experts": 6, "num_experts_per_tok": 2}
@@ -41,9 +42,9 @@ def expected(layer, x, **options):
     return mxfp4_moe(x, layer.weights, *routing, **options)
 
 
-def variables_of(layer):
+def variables_of(layer, linen):
     bias = None if layer.router.bias is None else layer.router.bias[...]
-    return Mxfp4MoeLinen.variables_from_weights(layer.weights, layer.router.kernel[...], bias)
+    return linen.variables_from_weights(layer.weights, layer.router.kernel[...], bias)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_both_modules_are_the_functions_they_stand_for(x, sizes, options):
     assert y.dtype == x.dtype
     np.testing.assert_allclose(y, expected(layer, x, **options), rtol=1e-5, atol=1e-6)
     linen = Mxfp4MoeLinen(**sizes, **options)
-    np.testing.assert_allclose(jax.jit(linen.apply)(variables_of(layer), x), y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(linen.apply)(variables_of(layer, linen), x), y, rtol=1e-5, atol=1e-6)
 
 
 def test_options_reach_the_functions(x):
@@ -117,7 +118,7 @@ def test_parameters_are_the_floats(layer):
 
 def test_linen_variables_are_the_nnx_arrays(layer, x):
     made = Mxfp4MoeLinen(**FULL).init(jax.random.key(0), x)
-    given = variables_of(layer)
+    given = variables_of(layer, Mxfp4MoeLinen(**FULL))
     assert jax.tree.structure(made) == jax.tree.structure(given)
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, given)
     assert {leaf.dtype for leaf in jax.tree.leaves(made["quantized"])} == {np.dtype("uint8")}
@@ -254,11 +255,37 @@ def test_router_of_another_shape(layer, kernel, bias, shared):
         Mxfp4Moe.from_weights(layer.weights, jnp.zeros(kernel), bias, num_experts_per_tok=2, num_shared_experts=shared)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"use_bias": False}, "use_bias: False here, True given"),
+        ({"num_shared_experts": 1}, "num_experts + num_shared_experts: 7 here, 8 given"),
+        ({"hidden_size": 32}, "hidden_size: 32 here, 64 given"),
+        ({"router_bias": False}, "router_bias: False here, True given"),
+    ],
+)
+def test_a_linen_layer_that_says_something_else_than_its_weights(layer, change, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        variables_of(layer, Mxfp4MoeLinen(**{**FULL, **change}))
+
+
+def test_a_linen_layer_cannot_read_activation_quant_off_the_bytes(layer):
+    weights = layer.weights
+    weights = MoeWeights(
+        weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias, activation_quant="mxfp4"
+    )
+    with pytest.raises(ValueError, match="activation_quant: None here, mxfp4 given"):
+        Mxfp4MoeLinen(**FULL).variables_from_weights(weights, layer.router.kernel[...], layer.router.bias[...])
+    Mxfp4MoeLinen(**FULL, activation_quant="mxfp4").variables_from_weights(
+        weights, layer.router.kernel[...], layer.router.bias[...]
+    )
+
+
 def test_weights_of_another_type(layer):
     with pytest.raises(TypeError, match="expected MoeWeights"):
         Mxfp4Moe.from_weights(quantize(jnp.zeros((2, 64))), layer.router.kernel[...], num_experts_per_tok=2)
     with pytest.raises(TypeError, match="expected MoeWeights"):
-        Mxfp4MoeLinen.variables_from_weights(None, layer.router.kernel[...])
+        Mxfp4MoeLinen(**FULL).variables_from_weights(None, layer.router.kernel[...])
 
 
 def test_without_flax():

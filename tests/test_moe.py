@@ -115,7 +115,7 @@ BAD_INPUT = {
     "bias_integers": (
         {"weights": weights_with(gate_up_bias=np.zeros((3, 192), I32))},
         TypeError,
-        ["gate_up_bias", "int32", "expected a floating-point", "Cast"],
+        ["gate_up_bias", "int32", "expected an array of float32", "Cast"],
     ),
     # names
     "activation": ({"activation": "relu"}, ValueError, ["'relu'", "expected one of", "silu"]),

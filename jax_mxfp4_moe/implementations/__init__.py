@@ -20,7 +20,7 @@ def get(where: str, name: str) -> Implementation:
     """Returns the implementation of that name, or raises ValueError."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(
-            f"{where}: implementation={name!r} given; expected one of {', '.join(sorted(IMPLEMENTATIONS))}, or None."
+            f"{where}: implementation={name!r} given; expected one of {', '.join(sorted(IMPLEMENTATIONS))}."
         )
     return IMPLEMENTATIONS[name]
 
@@ -52,6 +52,10 @@ def choose(
                 f"{where}: weights in layout {layout!r} given; no implementation here reads it. "
                 "Load the packed weights again and call prepare(weights, implementation)."
             )
+    elif not isinstance(implementation, (str, list, tuple)):
+        raise TypeError(
+            f"{where}: implementation={implementation!r} given; expected a name, a sequence of names, or None."
+        )
     else:
         names = [implementation] if isinstance(implementation, str) else list(implementation)
     if not names:

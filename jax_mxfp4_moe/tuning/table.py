@@ -6,7 +6,7 @@ Looked up in this order, and nowhere else:
   3. the row for the same problem with the token count rounded up to a power of two;
   4. the implementation's first config.
 
-A table is CSV. Its key columns carry aiter's names where aiter has the column, so that a row can go either way; columns
+A table is CSV. Its key columns have the names of aiter's own tables, so that a row can go either way; columns
 named `config_<parameter>` hold the config, and the rest (time, versions) is provenance. Every config of an implementation
 gives the same answer, and a row made for another type or activation precision does not match: a table can change how
 fast a call is, and never what it returns.
@@ -54,7 +54,9 @@ def lookup(
     """Returns the config to run `problem` with on `platform`; the order is at the head of this module.
 
     Raises:
-      ValueError: `config` names a parameter that the implementation does not have, or a preset that it does not know.
+      TypeError: `config` is not a mapping.
+      ValueError: a parameter that the implementation does not have, a preset that it does not know, or a value, in `config` or in a
+        table, of the wrong type or below 1.
     """
     defaults = implementation.configs(problem, platform)
     if isinstance(config, str):
@@ -63,13 +65,20 @@ def lookup(
             "Pass a mapping of parameters, or leave config unset."
         )
     if config is not None:
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                f"mxfp4_moe: config of type {type(config).__name__} given; expected a mapping of parameters, or None."
+            )
         names = {name for name, _ in defaults[0].items}
         if not set(config) <= names:
             raise ValueError(
                 f"mxfp4_moe: config={dict(config)!r} given; expected parameters of implementation {implementation.name!r}: "
                 f"{', '.join(sorted(names)) or 'it has none'}."
             )
-        return Config.of({**dict(defaults[0].items), **config}, "argument")
+        values = {**dict(defaults[0].items), **config}
+        for name, default in defaults[0].items:
+            _check("mxfp4_moe: config", name, values[name], default)
+        return Config.of(values, "argument")
     bucket = 1 << (problem.tokens - 1).bit_length()
     for tokens, what in ((problem.tokens, "row"), (bucket, "bucket")):
         for folder in folders():
@@ -77,14 +86,27 @@ def lookup(
             rows = _rows(path, path.stat().st_mtime_ns) if path.is_file() else {}
             found = rows.get(key_of(problem, tokens=tokens))
             if found is not None:
-                values = {n: _parse(found[n], default) if n in found else default for n, default in defaults[0].items}
+                where = f"tuning table {path}, {what} token={tokens}"
+                values = {n: _parse(where, n, found[n], d) if n in found else d for n, d in defaults[0].items}
                 return Config.of(values, f"{path.parent.name}/{path.name}, {what} token={tokens}")
     return defaults[0]
 
 
-def _parse(text: str, default: Any) -> Any:
-    """Reads a config value in the type of the implementation's default."""
-    return text == "True" if isinstance(default, bool) else type(default)(text)
+def _parse(where: str, name: str, text: str, default: Any) -> Any:
+    """Reads a config value of a table in the type of the implementation's default."""
+    try:
+        value = {"True": True, "False": False}[text] if isinstance(default, bool) else type(default)(text)
+    except (KeyError, ValueError):
+        value = text
+    _check(where, name, value, default)
+    return value
+
+
+def _check(where: str, name: str, value: Any, default: Any) -> None:
+    """A config value has the type of the default, and counts start at 1."""
+    if type(value) is not type(default) or (type(value) is int and value < 1):
+        expected = "a positive int" if type(default) is int else f"a {type(default).__name__}"
+        raise ValueError(f"{where}: {name}={value!r} given; expected {expected}, for example {default!r}.")
 
 
 def folders() -> list[pathlib.Path]:

@@ -201,8 +201,8 @@ def test_t20_t21_a_recorded_program_equals_the_eager_one_and_runs_no_python(plan
     x = f32()
     recorded, eager = chain(built, "graph"), chain(built, "eager")
     want = eager(x)
-    for _ in range(30):  # each new set of addresses is recorded once; results alternate between a few
-        recorded(x).block_until_ready()
+    for _ in range(30):  # each new set of addresses is recorded once, and results alternate between a few
+        result = recorded(x).block_until_ready()
     calls = built.calls
     for _ in range(100):
         result = recorded(x).block_until_ready()

@@ -4,7 +4,9 @@ A new implementation is one more name in NAMES. Routing and quantization are tes
 they are crossed thinly.
 """
 
+import concurrent.futures
 import itertools
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +195,23 @@ def test_nothing_but_skipped_slots(name):
     assert (np.asarray(case.run(implementation=name, activation_quant="mxfp4")) == 0).all()
 
 
+def test_no_experts(name):
+    """E = 0, the share of a device that holds none of the experts: zeros, and every id skips."""
+    case = random_case(tokens=4, experts=3, biases=True)
+    empty = case.replace(
+        gate_up=tuple(part[:0] for part in case.gate_up),
+        down=tuple(part[:0] for part in case.down),
+        gate_up_bias=case.gate_up_bias[:0],
+        down_bias=case.down_bias[:0],
+    )
+    skip_unless_able(empty, name, None)
+    expert_map = np.full(3, -1, np.int32)
+    for options in ({}, {"expert_map": expert_map}, {"activation_quant": "mxfp4"}, {"jit": False}):
+        y = empty.run(implementation=name, **options)
+        assert y.dtype == jnp.float32
+        np.testing.assert_array_equal(y, np.zeros_like(case.x))
+
+
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +229,32 @@ def test_expert_map(name, dtype, activation_quant):
     options = {"expert_map": expert_map}
     case = make_case(dtype, activation_quant, adjust=adjust, options=options, biases=True, top_k=3)
     check(case, name, activation_quant, **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "experts", "rows"),
+    [
+        ("int8", 200, [127, 3, -1, 126, -128, 0]),
+        ("uint8", 300, [255, 3, 254, 44, 128, 0]),
+        ("uint8", 200, [255, 3, 199, 200, 128, 0]),
+        ("int16", 5, [32767, 3, -1, 4, 5, 0]),
+    ],
+)
+def test_expert_map_of_a_narrow_type(name, dtype, experts, rows):
+    """E does not fit into the type of the map, or the map's largest value is beyond E: nothing wraps."""
+    expert_map = np.array(rows, dtype)
+    case = random_case(tokens=6, experts=experts, top_k=2, hidden=32, intermediate=32)
+    case = case.replace(topk_ids=np.array([[0, 1], [2, 1], [3, 5], [4, 0], [5, 6], [1, -1]], np.int32))
+    check(case, name, None, expert_map=expert_map)
+    eager = case.run(implementation=name, jit=False, expert_map=expert_map)
+    assert relative_error(eager, case.expected(expert_map=expert_map)) <= TOLERANCES["float32", None]
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [("int8", 200), ("uint8", 300)])
+def test_ids_of_a_type_that_cannot_hold_all_experts(name, dtype, experts):
+    largest = np.iinfo(dtype).max
+    case = random_case(tokens=3, experts=experts, top_k=2, hidden=32, intermediate=32)
+    check(case.replace(topk_ids=np.array([[largest, 0], [3, largest - 1], [1, 2]], dtype)), name, None)
 
 
 @pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
@@ -298,6 +343,63 @@ def test_weights_say_which_recipe(name):
     np.testing.assert_array_equal(overridden, case.run(**run))
 
 
+# --- activations -----------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "silu": {"activation": "silu"},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "swiglu_oai": {"activation": "swiglu_oai"},
+    "swiglu_oai_of_another_model": {"activation": "swiglu_oai", "activation_alpha": 0.75, "activation_limit": 3.0},
+    "silu_clamped": {"activation": "silu_clamped", "activation_limit": 4.0},
+    "silu_post_clamped": {"activation": "silu_post_clamped", "activation_limit": 4.0},
+}
+
+
+def with_rows_times(powers):
+    """Multiplies the gate_up rows by 2 to these powers, repeated along the intermediate axis."""
+
+    def adjust(case):
+        codes, scales = case.gate_up
+        power = np.tile(np.resize(powers, scales.shape[1] // 2), 2)[:, None]
+        x = case.x.copy()
+        x[0] = x[1]  # instead of a block of zeros
+        return case.replace(x=x, gate_up=(codes, np.maximum(scales + power, 0).astype(np.uint8)))
+
+    return adjust
+
+
+def gate_and_up(case):
+    """Both of every token and its first expert, in float64."""
+    weights = oracle.dequantize(*case.gate_up)
+    rows = [weights[ids[0]] @ x.astype(np.float64) for ids, x in zip(case.topk_ids, case.x, strict=True)]
+    return np.split(np.stack(rows), 2, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "activation_quant"),
+    [*((activation, *RECIPES[0]) for activation in ACTIVATIONS), ("swiglu_oai", *RECIPES[3])],
+)
+def test_activations(name, activation, dtype, activation_quant):
+    """Every activation; those with limits beyond them both ways in every token; no other one would pass in its place."""
+    options = ACTIVATIONS[activation]
+    has_limit = activation not in ("silu", "gelu", "gelu_tanh")
+    # The two gelu differ most where the gate is about 2.
+    adjust = with_rows_times([-2, -1, 0, 1, 2] if has_limit else [-1])
+    shape = {"tokens": 5, "hidden": 32, "intermediate": 96}
+    case = make_case(dtype, activation_quant, adjust=adjust, options=options, **shape)
+    if has_limit:
+        for part in gate_and_up(case):
+            assert (part.max(axis=1) > 7).all()
+            assert (part.min(axis=1) < -7).all()
+    check(case, name, activation_quant, **options)
+    if activation_quant is None:
+        expected = case.expected(**options)
+        for other in ACTIVATIONS:
+            if other != activation:
+                assert relative_error(case.expected(**ACTIVATIONS[other]), expected) > 5 * TOLERANCES["float32", None]
+
+
 # --- under transformations -------------------------------------------------------------------------------------------
 
 
@@ -383,6 +485,58 @@ def test_calls_inside_cond_and_while(name):
     assert relative_error(model(case.x, True), x) <= 3 * TOLERANCES["float32", None]  # three layers in a row
 
 
+def test_vmap_over_x(name):
+    """A batch of tokens over one set of weights, each with its own routing: what a loop gives."""
+    case = random_case(tokens=(3, 4), hidden=32, intermediate=32, biases=True)
+    skip_unless_able(case, name, None)
+
+    def layer(x, topk_weights, topk_ids):
+        return mxfp4_moe(x, case.weights, topk_weights, topk_ids, implementation=name)
+
+    for run in (jax.vmap(layer), jax.jit(jax.vmap(layer))):
+        y = run(case.x, case.topk_weights, case.topk_ids)
+        assert relative_error(y, case.expected()) <= TOLERANCES["float32", None]
+    first = jax.vmap(lambda x: layer(x, case.topk_weights[0], case.topk_ids[0]))(case.x)
+    shared = case.replace(topk_weights=case.topk_weights[[0] * 3], topk_ids=case.topk_ids[[0] * 3])
+    assert relative_error(first, shared.expected()) <= TOLERANCES["float32", None]
+
+
+def test_vmap_over_a_stack_of_weights(name):
+    """Three layers side by side on the same x and ids."""
+    layers = [random_case(seed=seed, tokens=4, hidden=32, intermediate=32, biases=True) for seed in range(3)]
+    first = layers[0]
+    skip_unless_able(first, name, None)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(case.weights for case in layers))
+
+    def layer(weights):
+        return mxfp4_moe(first.x, weights, first.topk_weights, first.topk_ids, implementation=name)
+
+    route = {"x": first.x, "topk_weights": first.topk_weights, "topk_ids": first.topk_ids}
+    expected = np.stack([case.replace(**route).expected() for case in layers])
+    assert relative_error(jax.jit(jax.vmap(layer))(stacked), expected) <= TOLERANCES["float32", None]
+
+
+def test_calls_from_two_threads_at_once(name):
+    """Each of two threads gets the answers to its own calls, of one shape and of two, traced and run side by side."""
+    cases = [random_case(seed=seed, tokens=6 + seed % 2, hidden=32, intermediate=32, biases=True) for seed in range(4)]
+    skip_unless_able(cases[0], name, None)
+    expected = [case.expected() for case in cases]
+    start = threading.Barrier(2, timeout=60)
+
+    def work(mine):
+        start.wait()
+        return [
+            relative_error(cases[i].run(implementation=name, jit=jit), expected[i])
+            for jit in (True, False)
+            for _ in range(5)
+            for i in mine
+        ]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        errors = [error for part in pool.map(work, ([0, 1], [2, 3])) for error in part]
+    assert max(errors) <= TOLERANCES["float32", None]
+
+
 def test_eval_shape_agrees(name):
     """Field case 20: the abstract result is the concrete one, at sizes that a kernel would pad."""
     for dtype, out in itertools.product(("float32", "bfloat16"), (None, "float32")):
@@ -459,3 +613,25 @@ def test_any_scale_bytes(scales, codes):
             y = np.asarray(case.run(implementation=name), np.float64)
             error = np.linalg.norm(y - expected, axis=0) / np.maximum(np.linalg.norm(expected, axis=0), 1)
             assert error.max() <= 1e-4  # by column, so that a huge column does not hide the others; sums cancel
+
+
+@settings(max_examples=8)
+@given(
+    tokens=st.integers(0, 9),
+    experts=st.integers(1, 6),
+    top_k=st.integers(1, 4),
+    hidden=st.integers(1, 4),
+    intermediate=st.integers(1, 4),
+    biases=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_small_shape(tokens, experts, top_k, hidden, intermediate, biases, seed):
+    """Sizes that no one chose, for all implementations. Each example compiles, so there are few."""
+    sizes = {"tokens": tokens, "experts": experts, "top_k": top_k}
+    case = random_case(seed=seed, hidden=32 * hidden, intermediate=32 * intermediate, biases=biases, **sizes)
+    expected = case.expected()
+    for name in NAMES:
+        if case.why_not(name) is None:
+            y = case.run(implementation=name)
+            assert y.shape == case.x.shape
+            assert relative_error(y, expected) <= TOLERANCES["float32", None]
