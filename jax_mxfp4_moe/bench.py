@@ -48,6 +48,7 @@ class Row:
       bridge: how torch was reached, read from the lowered program: "eager", "graph", "callback", or "-" without torch.
       us: median of `repeats` calls, each blocked until ready. error: relative, on `checked` tokens.
       gb_per_s: bytes of the experts that are hit, as MXFP4, over `us`.
+      temp_mb: megabytes that XLA plans for the call besides its arguments and y. torch allocates more of its own on a CPU.
     """
 
     workload: str
@@ -60,6 +61,7 @@ class Row:
     repeats: int = 0
     experts_hit: int | None = None
     gb_per_s: float | None = None
+    temp_mb: float | None = None
     error: float | None = None
     checked: int = 0
     why: str = ""
@@ -72,9 +74,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A compiled call, ready to be checked and timed: `run()` returns y."""
+    """A compiled call, ready to be checked and timed: `run()` returns y; `temp_bytes` is what XLA plans besides arguments and y."""
 
     run: Callable[[], jax.Array]
+    temp_bytes: int
     bridge: str = "-"
 
 
@@ -91,7 +94,12 @@ def candidate(
     )
     arguments = (case.x, prepare(case.weights, implementation), case.topk_weights, case.topk_ids)
     compiled = jax.jit(call)
-    return Candidate(lambda: compiled(*arguments), _bridge_of(compiled.lower(*arguments).as_text()))
+    lowered = compiled.lower(*arguments)
+    return Candidate(lambda: compiled(*arguments), _temp_bytes(lowered), _bridge_of(lowered.as_text()))
+
+
+def _temp_bytes(lowered: Any) -> int:
+    return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
 def _bridge_of(program: str) -> str:
@@ -158,7 +166,7 @@ def plain_jax(problem: MoeProblem, case: testing.Case, *, in_call: bool) -> Cand
         stacks = tuple(map(jax.jit(wide), stacks))
     compiled = jax.jit(layer)
     arguments = (x, stacks, (weights.gate_up_bias, weights.down_bias), topk_weights, topk_ids)
-    return Candidate(lambda: compiled(*arguments))
+    return Candidate(lambda: compiled(*arguments), _temp_bytes(compiled.lower(*arguments)))
 
 
 def _baseline_why_not(problem: MoeProblem, platform: str) -> str | None:
@@ -196,7 +204,7 @@ def measure(
 
     def check(row: Row, made: Candidate, right: Expected) -> None:
         error = right.error(made.run())
-        row = dataclasses.replace(row, error=error, checked=len(right.tokens))
+        row = dataclasses.replace(row, error=error, checked=len(right.tokens), temp_mb=made.temp_bytes / 1e6)
         if error <= right.tolerance:
             ready[row.implementation] = made
         else:
@@ -254,7 +262,17 @@ def bar(rows: Iterable[Row]) -> float | None:
     return us["xla"] / min(others) if "xla" in us and others else None
 
 
-_WIDTHS = {"workload": 17, "implementation": 21, "status": 7, "us": 10, "hit": 4, "GB/s": 7, "error": 8, "bridge": 8}
+_WIDTHS = {
+    "workload": 17,
+    "implementation": 21,
+    "status": 7,
+    "us": 10,
+    "hit": 4,
+    "GB/s": 7,
+    "temp MB": 7,
+    "error": 8,
+    "bridge": 8,
+}
 
 
 def heading() -> str:
@@ -270,7 +288,7 @@ def text(row: Row) -> str:
 
     cells = (
         row.workload, row.implementation, row.status, shown(row.us, ".1f"), shown(row.experts_hit, "d"), shown(row.gb_per_s, ".3g"),
-        shown(row.error, ".1e"), row.bridge,
+        shown(row.temp_mb, ".2f"), shown(row.error, ".1e"), row.bridge,
     )  # fmt: skip
     last = row.why or (f"{row.config} ({row.source})" if row.source != "-" else "")
     return (

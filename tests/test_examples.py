@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
@@ -12,6 +13,21 @@ def run(name, *arguments):
     return subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments], capture_output=True, text=True, timeout=900, cwd=EXAMPLES.parent
     )
+
+
+def test_the_example_of_the_readme():
+    """As it stands there, and what its comments say of the result."""
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL)[1]
+    assert "mxfp4_moe(" in code or "(mxfp4_moe)" in code
+    shown = {}
+    exec(compile(code, "README.md", "exec"), shown)
+    shape, dtype = re.search(r"y = .*# \[([\d, ]+)\] (\w+)$", code, re.MULTILINE).groups()
+    y = shown["y"]
+    assert y.shape == tuple(map(int, shape.split(",")))
+    assert str(y.dtype) == dtype
+    assert np.isfinite(np.asarray(y, np.float32)).all()
+    assert (np.asarray(y, np.float32) != 0).any(axis=-1).all()
 
 
 def test_one_layer():

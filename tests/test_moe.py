@@ -1,6 +1,9 @@
 """mxfp4_moe at the door: what it refuses, in which words, and what importing it costs. Numbers: see test_contract.py."""
 
+import copy
 import os
+import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -47,7 +50,7 @@ def refuses(error, texts, *, jit=True, **changes):
     for run in (call, lambda *arrays: jax.eval_shape(call, *arrays)):
         with pytest.raises(error) as caught:
             run(*arguments.values())
-        assert type(caught.value) is error
+        assert type(caught.value) in (error if isinstance(error, tuple) else (error,))
         message = str(caught.value)
         for text in ("mxfp4_moe", *texts):
             assert text in message, message
@@ -117,10 +120,38 @@ BAD_INPUT = {
         TypeError,
         ["gate_up_bias", "int32", "expected an array of float32", "Cast"],
     ),
+    "parts_not_mxfp4": (
+        {"weights": MoeWeights(np.zeros((3, 192, 64), F32), np.zeros((3, 64, 96), F32))},
+        TypeError,
+        ["gate_up", "expected an Mxfp4Array", "quantize_weights"],
+    ),
+    "one_part_not_mxfp4": (
+        {"weights": weights_with(down=(CASE.weights.down.codes, CASE.weights.down.scales))},
+        TypeError,
+        ["down", "tuple", "expected an Mxfp4Array"],
+    ),
+    "leaves_cast_to_bfloat16": (
+        {"weights": jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), CASE.weights)},
+        TypeError,
+        ["gate_up", "bfloat16", "expected uint8"],
+    ),
+    "leaves_cast_to_int8": (
+        {"weights": jax.tree.map(lambda leaf: leaf.astype(jnp.int8), CASE.weights)},
+        TypeError,
+        ["gate_up", "int8", "expected uint8"],
+    ),
+    "scales_cast_to_int32": (
+        {"weights": weights_with(down=unchecked(CASE.weights.down.codes, CASE.weights.down.scales.astype(I32)))},
+        TypeError,
+        ["down", "int32", "expected uint8"],
+    ),
     # names
     "activation": ({"activation": "relu"}, ValueError, ["'relu'", "expected one of", "silu"]),
     "activation_quant": ({"activation_quant": "int8"}, ValueError, ["'int8'", "expected", "'mxfp4'", "None"]),
     "implementation": ({"implementation": "cutlass"}, ValueError, ["'cutlass'", "expected", "xla", "torch"]),
+    "implementation_number": ({"implementation": 3}, TypeError, ["implementation=3 given", "expected a name"]),
+    "implementations_number": ({"implementation": (3, "xla")}, (TypeError, ValueError), ["3", "given", "expected"]),
+    "implementations_none": ({"implementation": ()}, ValueError, ["implementation=() given", "expected a name"]),
     "bridge": ({"bridge": "fast"}, ValueError, ["'fast'", "expected", "graph", "eager", "callback"]),
     "scale_rule": ({"scale_rule": "round"}, ValueError, ["'round'", "expected one of", "half_up"]),
     "rounding": ({"rounding": "up"}, ValueError, ["'up'", "expected one of", "half_away"]),
@@ -132,6 +163,19 @@ BAD_INPUT = {
         ["activation_limit", "0.0", "expected a positive"],
     ),
     "output_type": ({"preferred_element_type": np.int32}, TypeError, ["preferred_element_type", "int32", "expected"]),
+    "output_type_unknown": ({"preferred_element_type": "foo"}, TypeError, ["'foo' given", "expected float32"]),
+    "config_zero": (
+        {"config": {"tile_rows": 0}, "implementation": "xla"},
+        ValueError,
+        ["tile_rows=0 given", "expected"],
+    ),
+    "config_float": (
+        {"config": {"tile_rows": 0.9}, "implementation": "xla"},
+        ValueError,
+        ["tile_rows=0.9", "expected"],
+    ),
+    "config_list": ({"config": [1], "implementation": "xla"}, TypeError, ["config", "list", "expected a mapping"]),
+    "config_of_torch": ({"config": {"tile_rows": 8}, "implementation": "torch"}, ValueError, ["'tile_rows'", "none"]),
     # expert_map and token_mask
     "map_float": ({"expert_map": np.zeros(6, F32)}, TypeError, ["expert_map", "float32", "expected", "integer"]),
     "map_rank": ({"expert_map": np.zeros((2, 3), I32)}, ValueError, ["expert_map", "[2, 3]", "expected a 1-D"]),
@@ -164,6 +208,55 @@ def test_quantize_weights_refuses_integers():
         quantize_weights(np.zeros((2, 64, 64), I32), np.zeros((2, 64, 32), I32))
 
 
+def test_quantize_weights_takes_lists():
+    """As mxfp4_moe does: they are the arrays that NumPy makes of them."""
+    gate_up, down = np.linspace(-1, 1, 2 * 64 * 32).reshape(2, 64, 32), np.linspace(-2, 2, 2048).reshape(2, 32, 32)
+    expected = quantize_weights(gate_up.astype(F32), down.astype(F32))
+    jax.tree.map(np.testing.assert_array_equal, quantize_weights(gate_up.tolist(), down.tolist()), expected)
+    with pytest.raises(TypeError, match="int"):
+        quantize_weights(np.zeros((2, 64, 32), int).tolist(), np.zeros((2, 32, 32), int).tolist())
+    with pytest.raises(ValueError, match=r"quantize_weights: .*\(2,\).*given; expected \[E, 2F, D\]"):
+        quantize_weights([1.0, 2.0], down)
+
+
+@pytest.mark.parametrize("which", ["gate_up_bias", "down_bias"])
+def test_biases_as_lists(which):
+    """Refused with the remedy, or taken for the array they spell; not an AttributeError somewhere."""
+    bias = getattr(CASE_WITH_BIAS, which)
+    try:
+        y = mxfp4_moe(CASE.x, weights_with(**{which: bias.tolist()}), CASE.topk_weights, CASE.topk_ids)
+    except TypeError as error:
+        for text in ("mxfp4_moe", which, "list", "given", "expected", "float32"):
+            assert text in str(error)  # noqa: PT017
+    else:
+        np.testing.assert_array_equal(y, CASE.replace(**{which: bias}).run(jit=False))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+def test_float64_biases_with_x64(implementation):
+    """They exist as JAX arrays only there; the message is the same for every implementation."""
+    with jax.enable_x64(True):
+        bias = jnp.zeros((3, 192), jnp.float64)
+        refuses(
+            TypeError,
+            ["gate_up_bias", "float64", "expected", "float32", "Cast"],
+            weights=weights_with(gate_up_bias=bias),
+            implementation=implementation,
+        )
+
+
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4"])
+@pytest.mark.parametrize("copied", [lambda w: pickle.loads(pickle.dumps(w)), copy.deepcopy, copy.copy])
+def test_weights_can_be_pickled_and_copied(copied, activation_quant):
+    """Every leaf, and what the weights were made for."""
+    w = CASE_WITH_BIAS.weights
+    w = MoeWeights(w.gate_up, w.down, w.gate_up_bias, activation_quant=activation_quant)
+    new = copied(w)
+    assert jax.tree.structure(new) == jax.tree.structure(w)
+    jax.tree.map(np.testing.assert_array_equal, new, w)
+    np.testing.assert_array_equal(CASE.run(weights=new, jit=False), CASE.run(weights=w, jit=False))
+
+
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +287,13 @@ def test_half_prepared_weights():
 def test_prepare_refuses_unknown_names_and_foreign_layouts():
     with pytest.raises(ValueError, match=r"'cutlass'.*expected"):
         prepare(CASE.weights, "cutlass")
+    for name in (None, 3, ("xla", "torch")):
+        with pytest.raises(
+            (TypeError, ValueError), match=rf"prepare: implementation={re.escape(repr(name))}.*expected"
+        ):
+            prepare(CASE.weights, name)
+    with pytest.raises(TypeError, match=r"prepare: .*NoneType given; expected MoeWeights"):
+        prepare(None, "xla")
     with pytest.raises(ValueError, match="'triton'"):
         prepare(prepared_elsewhere(), "xla")
 
@@ -227,6 +327,52 @@ def test_a_sequence_of_implementations_is_tried_in_order():
     y = case.run(jit=False, implementation=("xla", "torch"))
     np.testing.assert_array_equal(y, case.run(jit=False, implementation="xla"))
     np.testing.assert_array_equal(case.run(jit=False), y)
+
+
+# --- the bridge ------------------------------------------------------------------------------------------------------
+
+
+def bridge_of_a_call(**options) -> str:
+    """Which way to torch the program of one and the same call takes."""
+    program = str(jax.make_jaxpr(lambda x: CASE.replace(x=x).run(jit=False, implementation="torch", **options))(CASE.x))
+    ways = {"callback": "pure_callback", "eager": "target_name=jax_mxfp4_moe_eager"}
+    return " ".join(way for way, text in ways.items() if text in program)
+
+
+def test_the_environment_chooses_the_bridge_at_every_call(monkeypatch):
+    """Not only at the first of equal calls, whose trace JAX remembers; the argument comes before it."""
+    from jax_mxfp4_moe.implementations import torch_call
+
+    for name in ("torch", "eager"):
+        why_not = torch_call.why_not(name) if name == "eager" else CASE.why_not(name)
+        if why_not is not None:
+            pytest.skip(why_not)
+    monkeypatch.delenv("JAX_MXFP4_MOE_BRIDGE", raising=False)
+    expected = np.asarray(CASE.run(jit=False, implementation="torch"))
+    for _ in range(2):
+        assert bridge_of_a_call() == "eager"
+        monkeypatch.setenv("JAX_MXFP4_MOE_BRIDGE", "callback")
+        assert bridge_of_a_call() == "callback"
+        np.testing.assert_array_equal(CASE.run(jit=False, implementation="torch"), expected)
+        assert bridge_of_a_call(bridge="eager") == "eager"
+        monkeypatch.setenv("JAX_MXFP4_MOE_BRIDGE", "eager")
+        assert bridge_of_a_call() == "eager"
+        assert bridge_of_a_call(bridge="callback") == "callback"
+        monkeypatch.setenv("JAX_MXFP4_MOE_BRIDGE", "")  # set to nothing is not set
+        assert bridge_of_a_call() == "eager"
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "torch"])
+def test_an_unknown_bridge_in_the_environment(monkeypatch, implementation):
+    """An error also where no bridge is needed: a misspelt variable shall not wait for the day it counts."""
+    monkeypatch.setenv("JAX_MXFP4_MOE_BRIDGE", "fast")
+    for run in (False, True):
+        with pytest.raises(
+            ValueError, match=r"JAX_MXFP4_MOE_BRIDGE='fast' given; expected one of graph, eager, callback"
+        ):
+            CASE.run(jit=run, implementation=implementation)
+    monkeypatch.delenv("JAX_MXFP4_MOE_BRIDGE")
+    CASE.run(jit=False, implementation=implementation)
 
 
 # --- torch: missing, failing -----------------------------------------------------------------------------------------
@@ -294,6 +440,22 @@ def test_an_exception_inside_torch_is_readable_and_the_next_call_works(monkeypat
     for text in ("ZeroDivisionError", "a_step_that_fails", "MoeProblem(tokens=4"):
         assert text in message, message
     np.testing.assert_array_equal(CASE.run(jit=jit, implementation="torch"), before)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_follows_one_expert():
+    """The stacks are never expanded: beyond weights and result, a call needs about one expert in float32, whatever E is."""
+    hidden, intermediate, temporary = 512, 256, {}
+    one_expert = 4 * 2 * intermediate * hidden
+    for experts in (8, 64):
+        case = random_case(tokens=4, experts=experts, top_k=2, hidden=hidden, intermediate=intermediate)
+        arguments = case.x, case.weights, case.topk_weights, case.topk_ids
+        program = jax.jit(lambda *arrays: mxfp4_moe(*arrays, implementation="xla")).lower(*arguments).compile()
+        temporary[experts] = program.memory_analysis().temp_size_in_bytes
+    assert 0 < temporary[64] < 2 * one_expert
+    assert abs(temporary[64] - temporary[8]) <= 0.25 * temporary[8]
 
 
 # --- imports ---------------------------------------------------------------------------------------------------------

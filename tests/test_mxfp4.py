@@ -1,5 +1,9 @@
 """Mxfp4Array, pack, unpack and dequantize against the oracle, ml_dtypes and gguf: bit by bit."""
 
+import copy
+import itertools
+import pickle
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -200,6 +204,42 @@ def test_indexing_cuts_leading_axes_only():
         a[..., :32]
     with pytest.raises(ValueError, match="leading axes"):
         a[0, 0, 0]
+
+
+@pytest.mark.parametrize("module", [np, jnp])
+def test_length_and_iteration_follow_the_first_axis(module):
+    """Python iterates over whatever can be indexed, and JAX clamps an index past the end: this has to stop by itself."""
+    a = random_array(4, 3)
+    a = Mxfp4Array(module.asarray(a.codes), module.asarray(a.scales))
+    assert len(a) == 4
+    rows = list(itertools.islice(a, 6))
+    assert [row.shape for row in rows] == [(3, 64)] * 4
+    np.testing.assert_array_equal(np.stack([row.codes for row in rows]), a.codes)
+    np.testing.assert_array_equal(np.stack([row.scales for row in rows]), a.scales)
+    assert object() not in a
+    assert [row.shape for row in reversed(a)] == [(3, 64)] * 4
+    first, *_, last = a
+    np.testing.assert_array_equal(first.codes, a[0].codes)
+    np.testing.assert_array_equal(last.codes, a[3].codes)
+    assert list(random_array(0, 3)) == []
+    assert not random_array(0, 3)
+    with pytest.raises((TypeError, ValueError)):  # the last axis has no entries of its own
+        list(itertools.islice(random_array(), 3))
+
+
+@pytest.mark.parametrize("copied", [lambda a: pickle.loads(pickle.dumps(a)), copy.deepcopy, copy.copy])
+@pytest.mark.parametrize("module", [np, jnp])
+def test_pickle_and_copy(module, copied):
+    """Bytes, length and layout, of an array in any layout."""
+    a = random_array(4, 3)
+    for tag in ({}, {"length": 60, "layout": "other"}):
+        a = Mxfp4Array(module.asarray(a.codes), module.asarray(a.scales), **tag)
+        b = copied(a)
+        assert type(b) is Mxfp4Array
+        assert jax.tree.structure(b) == jax.tree.structure(a)
+        for old, new in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            assert type(new) is type(old)
+            np.testing.assert_array_equal(new, old)
 
 
 @pytest.mark.parametrize("module", [np, jnp])

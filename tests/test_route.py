@@ -172,15 +172,33 @@ def test_extreme_logits_give_finite_weights_and_distinct_ids(scoring, renormaliz
         (np.zeros((3, 4), np.float32), 5, {}, ValueError, ["5", "(3, 4)", "expected"]),
         (np.zeros((3, 4), np.float32), 0, {}, ValueError, ["0", "(3, 4)", "expected"]),
         (np.float32(1), 1, {}, ValueError, ["()", "expected"]),
+        (np.zeros((3, 4), np.float32), 2.0, {}, (TypeError, ValueError), ["num_experts_per_tok=2.0 given", "expected"]),
+        (np.zeros((3, 4), np.float32), "2", {}, (TypeError, ValueError), ["num_experts_per_tok='2' given", "expected"]),
+        (np.zeros((3, 4), np.float32), None, {}, (TypeError, ValueError), ["num_experts_per_tok=None", "expected"]),
         (np.zeros((3, 4), np.float32), 2, {"scoring": "relu"}, ValueError, ["'relu'", "'softmax'", "'sigmoid'"]),
     ],
-    ids=["integers", "too_many", "none", "rank_0", "scoring"],
+    ids=["integers", "too_many", "none", "rank_0", "float_k", "text_k", "none_k", "scoring"],
 )
 def test_topk_routing_refuses(logits, top_k, keywords, error, texts):
     with pytest.raises(error) as caught:
         topk_routing(logits, top_k, **keywords)
     for text in ("topk_routing", *texts):
         assert text in str(caught.value)
+
+
+def test_top_k_may_be_a_numpy_integer():
+    """A K read from an array or a checkpoint's header is as good as a Python int."""
+    logits = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    for a, b in zip(topk_routing(logits, np.int64(2)), topk_routing(logits, 2), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("sizes", [(8, -1), (-1, 2)])
+def test_append_shared_experts_refuses(sizes):
+    """A negative number would shorten nothing and number the ids wrongly."""
+    weights, ids = np.ones((3, 2), np.float32), np.zeros((3, 2), np.int32)
+    with pytest.raises(ValueError, match=r"append_shared_experts: .*=-1.* given; .*negative"):
+        append_shared_experts(weights, ids, *sizes)
 
 
 def test_append_shared_experts():

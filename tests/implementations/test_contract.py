@@ -246,15 +246,11 @@ def test_expert_map_of_a_narrow_type(name, dtype, experts, rows):
     case = random_case(tokens=6, experts=experts, top_k=2, hidden=32, intermediate=32)
     case = case.replace(topk_ids=np.array([[0, 1], [2, 1], [3, 5], [4, 0], [5, 6], [1, -1]], np.int32))
     check(case, name, None, expert_map=expert_map)
-    eager = case.run(implementation=name, jit=False, expert_map=expert_map)
-    assert relative_error(eager, case.expected(expert_map=expert_map)) <= TOLERANCES["float32", None]
 
 
-@pytest.mark.parametrize(("dtype", "experts"), [("int8", 200), ("uint8", 300)])
-def test_ids_of_a_type_that_cannot_hold_all_experts(name, dtype, experts):
-    largest = np.iinfo(dtype).max
-    case = random_case(tokens=3, experts=experts, top_k=2, hidden=32, intermediate=32)
-    check(case.replace(topk_ids=np.array([[largest, 0], [3, largest - 1], [1, 2]], dtype)), name, None)
+def test_ids_of_a_type_that_cannot_hold_all_experts(name):
+    case = random_case(tokens=3, experts=200, top_k=2, hidden=32, intermediate=32)
+    check(case.replace(topk_ids=np.array([[127, 0], [3, -128], [126, 2]], np.int8)), name, None)
 
 
 @pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
@@ -493,9 +489,8 @@ def test_vmap_over_x(name):
     def layer(x, topk_weights, topk_ids):
         return mxfp4_moe(x, case.weights, topk_weights, topk_ids, implementation=name)
 
-    for run in (jax.vmap(layer), jax.jit(jax.vmap(layer))):
-        y = run(case.x, case.topk_weights, case.topk_ids)
-        assert relative_error(y, case.expected()) <= TOLERANCES["float32", None]
+    y = jax.jit(jax.vmap(layer))(case.x, case.topk_weights, case.topk_ids)
+    assert relative_error(y, case.expected()) <= TOLERANCES["float32", None]
     first = jax.vmap(lambda x: layer(x, case.topk_weights[0], case.topk_ids[0]))(case.x)
     shared = case.replace(topk_weights=case.topk_weights[[0] * 3], topk_ids=case.topk_ids[[0] * 3])
     assert relative_error(first, shared.expected()) <= TOLERANCES["float32", None]
@@ -517,7 +512,7 @@ def test_vmap_over_a_stack_of_weights(name):
 
 
 def test_calls_from_two_threads_at_once(name):
-    """Each of two threads gets the answers to its own calls, of one shape and of two, traced and run side by side."""
+    """Each of two threads gets the answers to its own calls; both trace, compile and run the same two shapes meanwhile."""
     cases = [random_case(seed=seed, tokens=6 + seed % 2, hidden=32, intermediate=32, biases=True) for seed in range(4)]
     skip_unless_able(cases[0], name, None)
     expected = [case.expected() for case in cases]
@@ -526,10 +521,7 @@ def test_calls_from_two_threads_at_once(name):
     def work(mine):
         start.wait()
         return [
-            relative_error(cases[i].run(implementation=name, jit=jit), expected[i])
-            for jit in (True, False)
-            for _ in range(5)
-            for i in mine
+            relative_error(cases[i].run(implementation=name, jit=False), expected[i]) for _ in range(10) for i in mine
         ]
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

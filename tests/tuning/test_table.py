@@ -125,6 +125,33 @@ def test_messages(folders):
         found()
 
 
+@pytest.mark.parametrize("value", [0, -3, False, True, 0.9, 8.0, "a", "8", None])
+def test_a_config_value_of_the_wrong_kind(folders, value):
+    """A tile of no rows would never end, and 0.9 would be one."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        found({"tile_rows": value})
+    for text in ("mxfp4_moe", "config", f"tile_rows={value!r} given", "expected"):
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("config", [[1], [], 8, {8}, [("tile_rows", 8)]])
+def test_a_config_that_is_no_mapping(folders, config):
+    with pytest.raises(TypeError, match=rf"mxfp4_moe: config.*{type(config).__name__}.* given; expected a mapping"):
+        found(config)
+
+
+@pytest.mark.parametrize("folder", [0, 1], ids=["user", "shipped"])
+@pytest.mark.parametrize("value", ["0", "-3", "0.9", "a", "False"])
+def test_a_row_with_a_value_of_the_wrong_kind(folders, value, folder):
+    """The message names the file, so that the user finds the row."""
+    path = write(folders[folder], (24, {}, value), (64, {}, 8))
+    with pytest.raises(ValueError, match=r"tuning table .* given; expected") as caught:
+        found()
+    for text in (str(path), "token=24", f"tile_rows={value}".replace("=a", "='a'").replace("=0.9", "='0.9'")):
+        assert text.removesuffix("False") in str(caught.value)
+    assert found(tokens=64)[0] == 8  # the other rows of the file are good
+
+
 def shipped_rows():
     return [
         pytest.param(path, row, id=f"{path.parent.name}-{path.stem}-{row['workload']}")
