@@ -219,6 +219,12 @@ def test_quantize_weights_takes_lists():
         quantize_weights([1.0, 2.0], down)
 
 
+def test_quantize_weights_of_no_experts():
+    weights = quantize_weights(np.zeros((0, 64, 32), F32), np.zeros((0, 32, 32), F32))
+    assert weights.gate_up.shape == (0, 64, 32)
+    assert weights.down.shape == (0, 32, 32)
+
+
 @pytest.mark.parametrize("which", ["gate_up_bias", "down_bias"])
 def test_biases_as_lists(which):
     """Refused with the remedy, or taken for the array they spell; not an AttributeError somewhere."""
@@ -254,7 +260,6 @@ def test_weights_can_be_pickled_and_copied(copied, activation_quant):
     new = copied(w)
     assert jax.tree.structure(new) == jax.tree.structure(w)
     jax.tree.map(np.testing.assert_array_equal, new, w)
-    np.testing.assert_array_equal(CASE.run(weights=new, jit=False), CASE.run(weights=w, jit=False))
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

@@ -355,7 +355,7 @@ def test_any_leading_axes(shape):
     np.testing.assert_array_equal(np.asarray(a.codes), oracle.quantize(x)[0])
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     leading=st.lists(st.integers(0, 3), max_size=3),
     blocks=st.integers(0, 5),

@@ -237,7 +237,6 @@ def test_expert_map(name, dtype, activation_quant):
         ("int8", 200, [127, 3, -1, 126, -128, 0]),
         ("uint8", 300, [255, 3, 254, 44, 128, 0]),
         ("uint8", 200, [255, 3, 199, 200, 128, 0]),
-        ("int16", 5, [32767, 3, -1, 4, 5, 0]),
     ],
 )
 def test_expert_map_of_a_narrow_type(name, dtype, experts, rows):
