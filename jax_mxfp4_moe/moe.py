@@ -99,11 +99,8 @@ def mxfp4_moe(
         activation_scale, scale_rule, rounding, expert_map, token_mask, apply_router_weight_on_input, deterministic,
         preferred_element_type,
     )  # fmt: skip
-    if bridge is not None and bridge not in BRIDGES:
-        raise ValueError(
-            f"mxfp4_moe: bridge={bridge!r} given; expected one of {', '.join(BRIDGES)}, or None to choose."
-        )
-    if problem.tokens == 0:
+    bridge = _bridge(bridge)
+    if problem.tokens == 0 or problem.experts == 0:
         return jnp.zeros(shape, problem.out_dtype)
     choices = _choose_and_configure(problem, operands, implementation, config)
     return _run(operands, problem, choices, bridge).reshape(shape)

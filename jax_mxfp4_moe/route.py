@@ -72,10 +72,11 @@ def topk_routing(
         raise TypeError(
             f"topk_routing: logits of dtype {logits.dtype} given; expected a floating-point type. Cast them."
         )
-    if logits.ndim == 0 or not isinstance(num_experts_per_tok, int) or not 1 <= num_experts_per_tok <= logits.shape[-1]:
+    count = num_experts_per_tok
+    if logits.ndim == 0 or not hasattr(count, "__index__") or not 1 <= count <= logits.shape[-1]:
         raise ValueError(
-            f"topk_routing: num_experts_per_tok={num_experts_per_tok} given with logits of shape {logits.shape}; expected "
-            "logits [..., experts] and 1 <= num_experts_per_tok <= experts."
+            f"topk_routing: num_experts_per_tok={count!r} given with logits of shape {logits.shape}; expected "
+            "logits [..., experts] and an integer 1 <= num_experts_per_tok <= experts."
         )
     if scoring not in ("softmax", "sigmoid"):
         raise ValueError(f"topk_routing: scoring={scoring!r} given; expected 'softmax' or 'sigmoid'.")
@@ -104,9 +105,10 @@ def append_shared_experts(
     Returns:
       [..., K + num_shared_experts] each.
     """
-    if num_experts < 0 or num_shared_experts < 0:
+    if any(not hasattr(n, "__index__") or n < 0 for n in (num_experts, num_shared_experts)):
         raise ValueError(
-            f"append_shared_experts: num_experts={num_experts} and num_shared_experts={num_shared_experts} given; neither may be negative."
+            f"append_shared_experts: num_experts={num_experts!r} and num_shared_experts={num_shared_experts!r} given; expected integers "
+            "that are not negative."
         )
     lead = topk_ids.shape[:-1]
     shared = jnp.arange(num_experts, num_experts + num_shared_experts, dtype=topk_ids.dtype)

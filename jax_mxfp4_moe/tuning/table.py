@@ -16,10 +16,13 @@ from __future__ import annotations
 
 import csv
 import functools
+import operator
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from jax_mxfp4_moe import device
 from jax_mxfp4_moe.implementations.base import Config, Implementation
@@ -75,7 +78,10 @@ def lookup(
                 f"mxfp4_moe: config={dict(config)!r} given; expected parameters of implementation {implementation.name!r}: "
                 f"{', '.join(sorted(names)) or 'it has none'}."
             )
-        values = {**dict(defaults[0].items), **config}
+        values = {
+            n: operator.index(v) if isinstance(v, np.integer) else v
+            for n, v in {**dict(defaults[0].items), **config}.items()
+        }
         for name, default in defaults[0].items:
             _check("mxfp4_moe: config", name, values[name], default)
         return Config.of(values, "argument")
