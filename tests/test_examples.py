@@ -34,7 +34,13 @@ def test_one_layer():
     example = run("one_layer.py")
     assert example.returncode == 0, example.stderr
     assert "y (16, 256) float32" in example.stdout
-    assert float(re.search(r"relative error of 4-bit weights: ([\d.]+)", example.stdout)[1]) < 0.25
+    packed, plain = (
+        int(n.replace(",", ""))
+        for n in re.findall(r"([\d,]+) bytes|instead of ([\d,]+)", example.stdout)
+        for n in n
+        if n
+    )
+    assert packed / plain == 4.25 / 32
 
 
 def test_flax_layer():

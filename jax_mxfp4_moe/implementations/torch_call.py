@@ -43,6 +43,7 @@ from jax_mxfp4_moe import device
 
 BRIDGES = ("graph", "eager", "callback")
 ENVIRONMENT_VARIABLE = "JAX_MXFP4_MOE_BRIDGE"
+DEBUG_VARIABLE = "JAX_MXFP4_MOE_DEBUG"  # set to anything: a callable that writes to an input fails
 WORKSPACE_ALIGNMENT = 256
 MAX_PLANS = 1024
 MIN_JAXLIB = (0, 10)
@@ -512,13 +513,35 @@ def _make_native(plan: Plan) -> None:
         plan._native = _load().module.make_plan(
             plan.id,
             plan.name,
-            plan.run,
+            _watched(plan) if os.environ.get(DEBUG_VARIABLE) and plan.mode == "torch" else plan.run,
             plan._preparation if plan.mode == "torch" else None,
             [(spec.dtype, spec.shape) for spec in plan.inputs],
             [(spec.dtype, spec.shape) for spec in plan.results],
             plan.workspace_bytes > 0,
             plan.mode,
         )
+
+
+def _watched(plan: Plan) -> Callable[[list, list, Any], None]:
+    """`plan.run`, failing if a torch operation wrote to an input, which XLA may have handed to someone else as well.
+
+    Seen by torch's version counters, so kernels that are not torch operations go unseen.
+    """
+    run, name = plan.run, plan.name
+
+    def watched(inputs: list, outputs: list, workspace: Any) -> None:
+        before = [tensor._version for tensor in inputs]
+        run(inputs, outputs, workspace)
+        written = [
+            i for i, (tensor, version) in enumerate(zip(inputs, before, strict=True)) if tensor._version != version
+        ]
+        if written:
+            raise RuntimeError(
+                f"{name}: its callable wrote to input {', '.join(map(str, written))}, expected inputs to be left alone. "
+                "Write to an output or to the workspace."
+            )
+
+    return watched
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -543,3 +543,16 @@ def test_a_failing_warm_is_an_error_and_is_tried_again(plan):
         jax.block_until_ready(call(built, jnp.ones(2)))
     failing.clear()
     np.testing.assert_array_equal(call(built, jnp.ones(2))[0], [2, 2])
+
+
+def test_t9_a_callable_that_writes_to_an_input_is_caught_in_debug_mode(plan, monkeypatch):
+    def spoil(inputs, outputs, workspace):
+        outputs[0].copy_(inputs[0])
+        inputs[1].add_(1)
+
+    specs = [((4,), "float32")] * 2, [((4,), "float32")]
+    monkeypatch.setenv(torch_call.DEBUG_VARIABLE, "1")
+    with pytest.raises(ERRORS, match="wrote to input 1"):
+        jax.block_until_ready(call(plan(spoil, *specs), jnp.zeros(4), jnp.ones(4)))
+    (y,) = call(plan(double, [((4,), "float32")], [((4,), "float32")]), jnp.ones(4))
+    np.testing.assert_array_equal(y, 2 * np.ones(4))
