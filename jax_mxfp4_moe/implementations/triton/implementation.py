@@ -1,0 +1,126 @@
+"""`triton`: the pipeline as Triton kernels on XLA's buffers, through the bridge. NVIDIA from sm_80 on and AMD.
+
+No count is read on the host and nothing is allocated, so that XLA may record a call into a command buffer: grids are upper
+bounds from the static shapes, and programs without work leave at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import jax
+
+from jax_mxfp4_moe import device
+from jax_mxfp4_moe.implementations import torch_call
+from jax_mxfp4_moe.implementations.base import Config, Implementation, Operands, Pipeline
+from jax_mxfp4_moe.implementations.torch_call import BufferSpec, Plan
+from jax_mxfp4_moe.problem import MoeProblem
+
+MIN_CAPABILITY = 80
+E4M3_ARCHS = ("sm_90",)
+"""Where products of E4M3 values were measured."""
+MAX_EXPERTS = 4096
+MAX_TILES = 2**31 - 1
+
+
+class TritonImplementation(Implementation):
+    """Triton kernels.
+
+    Config:
+      product: "bits" (bfloat16 products) or "e4m3" (float8 products of exactly converted weights; sm_90, for x in bfloat16 or
+        quantized activations).
+      tile_rows: rows of one expert in a tile.   group: row tiles that share a column tile in turn.
+      block_f, block_k1, warps1, stages1: columns of h and elements of D in a step of stage 1, warps and load stages.
+      block_d, block_k2, warps2, stages2: the same for stage 2.
+    """
+
+    name = "triton"
+    extra = "triton"
+
+    def missing(self) -> str | None:
+        """Needs torch and triton."""
+        for package in ("triton", "torch"):
+            if importlib.util.find_spec(package) is None:
+                return f"needs {package}, which is not installed: pip install 'jax_mxfp4_moe[triton]'"
+        return None
+
+    def why_not(self, problem: MoeProblem | None, platform: str) -> str | None:
+        """Needs triton, a GPU that it compiles for, and torch built for that."""
+        if (missing := self.missing()) is not None:
+            return missing
+        if platform not in ("cuda", "rocm"):
+            return f"runs on cuda and rocm, found {platform}"
+        import torch
+
+        built_for = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+        if built_for != platform:
+            return f"needs torch built for {platform}, found torch {torch.__version__} built for {built_for}"
+        if platform == "cuda" and int(device.arch(platform).removeprefix("sm_")) < MIN_CAPABILITY:
+            return f"needs compute capability 8.0 or later, found {device.arch(platform)}"
+        if problem is None:
+            return None
+        if problem.activation_quant not in (None, "mxfp4"):
+            return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
+        if problem.experts > MAX_EXPERTS:
+            return f"sorts by at most {MAX_EXPERTS} experts, found {problem.experts}"
+        return None
+
+    def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
+        """By the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that."""
+        able = problem.activation_quant == "mxfp4" or problem.dtype == "bfloat16"
+        e4m3 = able and platform == "cuda" and device.arch(platform) in E4M3_ARCHS
+        return [default_config(problem, "e4m3" if e4m3 else "bits")]
+
+    def run(
+        self,
+        operands: Operands,
+        problem: MoeProblem,
+        config: Config,
+        *,
+        platform: str,
+        pipeline: Pipeline,
+        bridge: str | None,
+    ) -> jax.Array:
+        """Puts one custom call into the caller's computation, which launches the kernels."""
+        from jax_mxfp4_moe.implementations.triton import pipeline as launches
+
+        leaves, structure = jax.tree.flatten(operands)
+        facts = launches.Facts(problem, config)
+        slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers().values()))
+        inputs = tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        plan = Plan(
+            name=f"triton {problem}",
+            key=("triton", problem, config.items, str(structure), tuple(str(leaf.dtype) for leaf in leaves)),
+            run=functools.partial(launches.run, facts, slots, pipeline),
+            inputs=inputs,
+            outputs=(BufferSpec((problem.tokens, problem.hidden), problem.out_dtype),),
+            workspace_bytes=workspace_bytes,
+            capturable=True,
+            warm=functools.partial(launches.warm, facts, inputs, pipeline),
+        )
+        return torch_call.call(plan, *leaves, bridge=bridge)[0]
+
+
+def default_config(problem: MoeProblem, product: str) -> Config:
+    """A sane config for `problem`, from its shape alone."""
+    average = problem.rows / max(1, min(problem.experts, problem.rows))
+    planes = 1 if problem.activation_quant == "mxfp4" or (product == "bits" and problem.dtype == "bfloat16") else 2
+    most = 128 // planes if product == "e4m3" else 64
+    tile_rows = min(most, max(16 // planes, 1 << max(0, round(average * 1.2) - 1).bit_length()))
+    wide = tile_rows * planes >= 128
+    return Config.of(
+        {
+            "product": product,
+            "tile_rows": tile_rows,
+            "group": 8 if average > 2 * tile_rows else 1,
+            "block_f": 64 if problem.intermediate > 32 else 32,
+            "block_k1": 128 if tile_rows * planes >= 64 else 256,
+            "warps1": 8 if wide else 4,
+            "stages1": 3,
+            "block_d": 128 if problem.hidden > 64 else 64,
+            "block_k2": 128 if tile_rows * planes >= 64 else 256,
+            "warps2": 8 if wide else 4,
+            "stages2": 3,
+        }
+    )

@@ -1,0 +1,263 @@
+"""The five steps as launches on torch tensors, and the buffers between them. Imports triton; `implementation.py` does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_mxfp4_moe.implementations.base import Config, Operands, Pipeline
+from jax_mxfp4_moe.implementations.torch_call import BufferSpec, carve
+from jax_mxfp4_moe.implementations.triton import decode, quantize, route, stage1, stage2
+from jax_mxfp4_moe.mxfp4 import BLOCK
+from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.quantize import SCALE_RULE_CARRY
+
+FEW_ROWS = 8192
+"""Up to here one launch ranks every slot against all ids; beyond, the ids are counted in chunks first."""
+MAX_SPLIT_PROGRAMS = 4096
+
+
+class Packed(NamedTuple):
+    """MXFP4 values on the torch side: codes [..., n // 2] and scales [..., n // 32], uint8."""
+
+    codes: Any
+    scales: Any
+
+
+class TritonWeights(NamedTuple):
+    """`MoeWeights` on the torch side."""
+
+    gate_up: Packed
+    down: Packed
+    gate_up_bias: Any
+    down_bias: Any
+
+
+class Planes(NamedTuple):
+    """Rows in operand form (see `quantize.py`): planes [rows, PLANES, n], and a float32 factor for each row."""
+
+    planes: Any
+    row_scales: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is static in the launches of one problem under one config."""
+
+    problem: MoeProblem
+    config: Config
+
+    @functools.cached_property
+    def mode(self) -> int:
+        """`decode.E4M3` or `decode.BITS`."""
+        return decode.E4M3.value if self.config["product"] == "e4m3" else decode.BITS.value
+
+    @functools.cached_property
+    def planes(self) -> int:
+        """Rows of operands that stand for one row."""
+        if self.problem.activation_quant == "mxfp4":
+            return 1
+        if self.mode == decode.E4M3.value:
+            return 2
+        return {"bfloat16": 1, "float16": 2, "float32": 3}[self.problem.dtype]
+
+    @functools.cached_property
+    def width(self) -> int:
+        """A power of two above the number of experts."""
+        return max(16, 1 << self.problem.experts.bit_length())
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        """Most tiles that any routing can have."""
+        rows, experts = self.problem.rows, self.problem.experts
+        return min(rows, rows // self.config["tile_rows"] + min(experts, rows))
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        """Chunks of slots that are counted; 0 if one launch does it all."""
+        rows = self.problem.rows
+        return 0 if rows <= FEW_ROWS else -(-rows // route.CHUNK.value)
+
+    def buffers(self) -> dict[str, BufferSpec]:
+        """Everything between x and y, by name."""
+        p, tiles = self.problem, self.tiles
+        planes = "float8_e4m3fn" if self.mode == decode.E4M3.value else "bfloat16"
+        return {
+            "order": BufferSpec((p.rows,), "int32"),
+            "offsets": BufferSpec((p.experts + 1,), "int32"),
+            "tile_expert": BufferSpec((tiles,), "int32"),
+            "tile_row": BufferSpec((tiles,), "int32"),
+            "tile_count": BufferSpec((1,), "int32"),
+            "counts": BufferSpec((max(1, self.chunks), self.width), "int32"),
+            "x_planes": BufferSpec((p.tokens, self.planes, p.hidden), planes),
+            "x_scales": BufferSpec((p.tokens,), "float32"),
+            "h": BufferSpec((p.rows, p.intermediate), p.dtype),
+            "h_planes": BufferSpec((p.rows, self.planes, p.intermediate), planes),
+            "h_scales": BufferSpec((p.rows,), "float32"),
+            "rows": BufferSpec((p.rows, p.hidden), "float32"),
+        }
+
+    def splitting(self, n: int) -> dict[str, Any]:
+        """Arguments of `quantize.split_row` for rows of n elements."""
+        blocks = n // BLOCK
+        return {
+            "K": n,
+            "PLANES": self.planes,
+            "BLOCKS": min(128, 1 << (blocks - 1).bit_length()),
+            "MODE": self.mode,
+            "QUANT": self.problem.activation_quant == "mxfp4",
+            "CARRY": SCALE_RULE_CARRY[self.problem.scale_rule],
+            "HALF_AWAY": self.problem.rounding == "half_away",
+            "num_warps": 8 if blocks > 64 else 4 if blocks > 8 else 1,
+        }
+
+
+Launch = Callable[..., None]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Runs a kernel on the current stream."""
+    kernel[grid](*args, **constants)
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Compiles a kernel and loads it onto the device, so that a later `launch` may be captured."""
+    compiled = kernel.warmup(*args, grid=grid, **constants)
+    if hasattr(compiled, "_init_handles"):
+        compiled._init_handles()
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonSteps:
+    """The five steps on torch tensors. `buffers` are those of `Facts`, `y` is the output, `operands` those of the call."""
+
+    facts: Facts
+    operands: Operands
+    buffers: dict[str, Any]
+    y: Any
+    ptx: bool
+    launch: Launch = launch
+
+    def route(self, topk_ids: Any) -> None:
+        """Step 1, and step 2 in the same launch; results are in `buffers`."""
+        f, b, p = self.facts, self.buffers, self.facts.problem
+        rows = (self.operands.x, b["x_planes"], b["x_scales"])
+        lists = tuple(b[name] for name in ("offsets", "tile_expert", "tile_row", "tile_count"))
+        sizes = {"EXPERTS": p.experts, "WIDTH": f.width}
+        tile = {**sizes, "TILE": f.config["tile_rows"]}
+        splitting = f.splitting(p.hidden)
+        ranks = -(-p.rows // route.RANK.value)
+        if not f.chunks:
+            constants = {**tile, **splitting, "num_warps": 8}
+            grid = (1 + ranks + p.tokens,)
+            self.launch(route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, **constants)
+            return
+        constants = {**sizes, **splitting}
+        grid = (f.chunks + p.tokens,)
+        args = (topk_ids, b["counts"], *rows, p.rows, p.tokens, f.chunks)
+        self.launch(route.count_chunks, grid, *args, **constants)
+        self.launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
+        self.launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
+
+    def quantize(self, x: Any) -> Planes:
+        """Steps 2 and 4: rows in operand form, rounded to MXFP4 if the problem asks for it."""
+        f, b, p = self.facts, self.buffers, self.facts.problem
+        if x is self.operands.x:
+            return Planes(b["x_planes"], b["x_scales"])  # by `route`
+        count = b["offsets"][p.experts :]
+        grid = (min(p.rows, MAX_SPLIT_PROGRAMS),)
+        args = (x, b["h_planes"], b["h_scales"], count, p.rows)
+        self.launch(quantize.split_rows, grid, *args, **f.splitting(p.intermediate))
+        return Planes(b["h_planes"], b["h_scales"])
+
+    def stage1(self, x: Planes, gate_up: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
+        """Step 3; h [rows, F] in sorted order."""
+        f, p, config = self.facts, self.facts.problem, self.facts.config
+        block = config["block_f"]
+        self.launch(
+            stage1.stage1, (f.tiles * -(-p.intermediate // block),),
+            *x, *gate_up, bias, topk_weights, *self._lists(), self.buffers["h"],
+            F=p.intermediate, TOP_K=p.top_k, HAS_BIAS=bias is not None, WEIGHTED=p.apply_router_weight_on_input,
+            ACTIVATION=stage1.ACTIVATIONS[p.activation], ALPHA=p.activation_alpha or 0.0, LIMIT=p.activation_limit or 0.0,
+            BLOCK_F=block, **self._product(p.hidden, "1"),
+        )  # fmt: skip
+        return self.buffers["h"]
+
+    def stage2(self, h: Planes, down: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
+        """Step 5; y [tokens, D]."""
+        f, p, config, rows = self.facts, self.facts.problem, self.facts.config, self.buffers["rows"]
+        block = config["block_d"]
+        self.launch(
+            stage2.stage2, (f.tiles * -(-p.hidden // block),),
+            *h, *down, bias, topk_weights, *self._lists(), rows,
+            D=p.hidden, HAS_BIAS=bias is not None, WEIGHTED=not p.apply_router_weight_on_input,
+            BLOCK_D=block, **self._product(p.intermediate, "2"),
+        )  # fmt: skip
+        width = min(1024, 1 << (p.hidden - 1).bit_length())
+        self.launch(
+            stage2.combine, (p.tokens, -(-p.hidden // width)), rows, self.operands.topk_ids, self.y,
+            D=p.hidden, TOP_K=p.top_k, EXPERTS=p.experts, BLOCK=width, num_warps=4,
+        )  # fmt: skip
+        return self.y
+
+    def _lists(self) -> tuple[Any, ...]:
+        return tuple(self.buffers[n] for n in ("order", "offsets", "tile_expert", "tile_row", "tile_count"))
+
+    def _product(self, n: int, stage: str) -> dict[str, Any]:
+        """Arguments that `product.multiply` and its callers take."""
+        f, config = self.facts, self.facts.config
+        block_k = min(config[f"block_k{stage}"], max(64, 1 << (n - 1).bit_length()))
+        return {
+            "K": n,
+            "PLANES": f.planes,
+            "STACK": 4 if f.planes == 3 else f.planes,
+            "TILE": config["tile_rows"],
+            "BLOCK_K": block_k,
+            "GROUP": config["group"],
+            "MODE": f.mode,
+            "PTX": self.ptx,
+            "STAGES": config[f"stages{stage}"],
+            "num_warps": config[f"warps{stage}"],
+        }
+
+
+def has_ptx() -> bool:
+    """Whether kernels may hold PTX here: only where they are compiled for CUDA."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def tensors_of(problem: MoeProblem, inputs: Sequence[Any]) -> Operands:
+    """The call's tensors, in the order of `Operands`' leaves, by name."""
+    left = iter(inputs)
+    x = next(left)
+    gate_up, down = (Packed(next(left), next(left)) for _ in range(2))
+    gate_up_bias = next(left) if problem.has_gate_up_bias else None
+    down_bias = next(left) if problem.has_down_bias else None
+    topk_weights, topk_ids = left
+    return Operands(x, TritonWeights(gate_up, down, gate_up_bias, down_bias), topk_weights, topk_ids)  # type: ignore[arg-type]
+
+
+def run(
+    facts: Facts, slots: Any, pipeline: Pipeline, inputs: list, outputs: list, workspace: torch.Tensor
+) -> None:
+    """What the bridge calls."""
+    buffers = dict(zip(facts.buffers(), carve(workspace, slots), strict=True))
+    operands = tensors_of(facts.problem, inputs)
+    pipeline(TritonSteps(facts, operands, buffers, outputs[0], has_ptx()), operands)
+
+
+def warm(facts: Facts, inputs: Sequence[BufferSpec], pipeline: Pipeline, device: torch.device) -> None:
+    """Compiles every kernel of a call for `device`, on tensors of a few bytes."""
+
+    def tiny(spec: BufferSpec) -> torch.Tensor:
+        return torch.empty(16, dtype=getattr(torch, spec.dtype), device=device)
+
+    buffers = {name: tiny(spec) for name, spec in facts.buffers().items()}
+    buffers["offsets"] = torch.empty(facts.problem.experts + 1, dtype=torch.int32, device=device)
+    operands = tensors_of(facts.problem, [tiny(spec) for spec in inputs])
+    y = tiny(BufferSpec((), facts.problem.out_dtype))
+    pipeline(TritonSteps(facts, operands, buffers, y, has_ptx(), compile_only), operands)

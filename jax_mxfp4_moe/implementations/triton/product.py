@@ -1,0 +1,114 @@
+"""The product of a tile of rows with rows of packed weights, that both stages share."""
+
+import triton
+import triton.language as tl
+
+from jax_mxfp4_moe.implementations.triton.decode import FOLD, power_of_two, spread, to_bfloat16, to_e4m3
+
+
+@triton.jit
+def pick_tile(program, tile_count, TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(tile, column tile) of a program: GROUP tiles of rows share their weights while those are in the cache."""
+    if GROUP == 1:
+        return program // TILES, program % TILES
+    else:
+        group = program // (GROUP * TILES)
+        size = tl.minimum(tile_count - group * GROUP, GROUP)
+        within = program % (GROUP * TILES)
+        size = tl.maximum(size, 1)
+        return tl.where(within < size * TILES, group * GROUP + within % size, tile_count), within // size
+
+
+@triton.jit
+def load_weights(codes, scales, w, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[ROWS, BLOCK_K // 2] bytes and [ROWS, BLOCK_K // 32] scales (255, 0 past K never arises: see below) from column k."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    bytes_ = k // 2 + tl.arange(0, HALF)
+    blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
+    cp = codes + w[:, None] * (K // 2) + bytes_[None, :]
+    sp = scales + w[:, None] * (K // 32) + blocks[None, :]
+    if K % BLOCK_K == 0:
+        return tl.load(cp), tl.load(sp).to(tl.int32)
+    else:
+        # Past K codes are 0 and the scale is that of the last block, which is neither NaN where the row is not nor far from it.
+        sp = scales + w[:, None] * (K // 32) + tl.minimum(blocks, K // 32 - 1)[None, :]
+        return tl.load(cp, mask=bytes_[None, :] < K // 2, other=0), tl.load(sp).to(tl.int32)
+
+
+@triton.jit
+def load_operand(x, rows, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The two [BLOCK_K // 2, N] halves of the operand form from column k."""
+    HALF: tl.constexpr = BLOCK_K // 2
+    at = k // 2 + tl.arange(0, HALF)
+    if K % BLOCK_K != 0:
+        mask = mask[None, :] & (at[:, None] < K // 2)
+    else:
+        mask = mask[None, :]
+    p = x + rows[None, :] * K + at[:, None]
+    return tl.load(p, mask=mask, other=0.0), tl.load(p + K // 2, mask=mask, other=0.0)
+
+
+@triton.jit
+def multiply(
+    codes, scales, w, x, rows, mask,
+    K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, MODE: tl.constexpr,
+    PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, N] float32: weight rows w times operand rows `rows`; with E4M3 the row scale of x is left to the caller."""
+    BLOCKS: tl.constexpr = BLOCK_K // 32
+    HALF: tl.constexpr = BLOCK_K // 2
+    acc = tl.zeros((ROWS, N), tl.float32)
+    if MODE == 1:
+        widest = tl.zeros((ROWS, BLOCKS), tl.int32)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            c, s = load_weights(codes, scales, w, k, K, BLOCK_K)
+            top = tl.max(s, axis=1)
+            gap = top[:, None] - s
+            widest = tl.maximum(widest, gap)
+            fold = (tl.maximum(FOLD - gap, 0) * 8).to(tl.int8)
+            first, second = to_e4m3(c, spread(fold, ROWS, BLOCKS), ROWS, HALF, PTX)
+            x0, x1 = load_operand(x, rows, mask, k, K, BLOCK_K)
+            # The tensor core keeps some 13 bits of a float8 sum, so that a sum never runs over more than one block of K.
+            part = tl.dot(first, x0)
+            part = tl.dot(second, x1, part)
+            acc += part * power_of_two(top)[:, None]
+        if tl.max(tl.max(widest, axis=1), axis=0) > FOLD:
+            # Scales of one row lie too far apart to fold at once: sum the blocks of every FOLD + 1 binades by themselves.
+            acc = tl.zeros((ROWS, N), tl.float32)
+            passes = tl.max(tl.max(widest, axis=1), axis=0) // (FOLD + 1) + 1
+            for i in range(passes):
+                low = i * (FOLD + 1)
+                for k in tl.range(0, K, BLOCK_K, num_stages=1):
+                    c, s = load_weights(codes, scales, w, k, K, BLOCK_K)
+                    top = tl.max(s, axis=1)
+                    gap = top[:, None] - s - low
+                    mine = spread(((gap >= 0) & (gap <= FOLD)).to(tl.int8), ROWS, BLOCKS)
+                    fold = (tl.minimum(tl.maximum(FOLD - gap, 0), FOLD) * 8).to(tl.int8)
+                    c = tl.where(mine != 0, c, 0)
+                    first, second = to_e4m3(c, spread(fold, ROWS, BLOCKS), ROWS, HALF, PTX)
+                    x0, x1 = load_operand(x, rows, mask, k, K, BLOCK_K)
+                    part = tl.dot(first, x0)
+                    part = tl.dot(second, x1, part)
+                    scale = tl.where(top == 255, 255, tl.maximum(top - low, 0))
+                    acc += part * power_of_two(scale)[:, None]
+        acc *= 0.015625  # 2 ** (5 - FOLD)
+    else:
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            c, s = load_weights(codes, scales, w, k, K, BLOCK_K)
+            even, odd = to_bfloat16(c, spread(power_of_two(s), ROWS, BLOCKS))
+            x0, x1 = load_operand(x, rows, mask, k, K, BLOCK_K)
+            acc = tl.dot(even, x0, acc)
+            acc = tl.dot(odd, x1, acc)
+    return acc
+
+
+@triton.jit
+def add_planes(acc, ROWS: tl.constexpr, TILE: tl.constexpr, STACK: tl.constexpr, MODE: tl.constexpr):
+    """[ROWS, STACK * TILE] -> [ROWS, TILE]: the planes of an operand, by their weights."""
+    if STACK == 1:
+        return acc
+    else:
+        acc = tl.reshape(acc, (ROWS, STACK, TILE))
+        if MODE == 1:
+            acc *= tl.where(tl.arange(0, STACK) == 0, 1.0, 0.03125)[None, :, None]
+        return tl.sum(acc, axis=1)

@@ -1,0 +1,58 @@
+"""Step 5: the grouped down product, one float32 row a slot, and the sum of each token's rows. No atomics: the same bits in every run."""
+
+import triton
+import triton.language as tl
+
+from jax_mxfp4_moe.implementations.triton.product import add_planes, multiply, pick_tile
+
+
+@triton.jit
+def stage2(
+    planes, row_scales, codes, scales, bias, topk_weights, order, offsets, tile_expert, tile_row, tile_count, out,
+    K: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr, STACK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr,
+    PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [slots, D] float32, weighted. Grid: bound of tiles times ceil(D / BLOCK_D)."""
+    count = tl.load(tile_count)
+    tile, column = pick_tile(tl.program_id(0), count, tl.cdiv(D, BLOCK_D), GROUP)
+    if tile < count:
+        e = tl.load(tile_expert + tile)
+        start = tl.load(tile_row + tile)
+        end = tl.load(offsets + e + 1)
+        N: tl.constexpr = STACK * TILE
+        n = tl.arange(0, N)
+        p = start + n % TILE
+        mask = (p < end) & (n // TILE < PLANES)
+        d = column * BLOCK_D + tl.arange(0, BLOCK_D)
+        w = e.to(tl.int64) * D + tl.minimum(d, D - 1)
+        acc = multiply(
+            codes, scales, w, planes, p.to(tl.int64) * PLANES + n // TILE, mask,
+            K, BLOCK_D, N, BLOCK_K, MODE, PTX, STAGES,
+        )  # fmt: skip
+        acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE)
+        m = start + tl.arange(0, TILE)
+        slot = tl.load(order + m, mask=m < end, other=0)
+        if MODE == 1:
+            acc *= tl.load(row_scales + m, mask=m < end, other=0.0)[None, :]
+        if HAS_BIAS:
+            acc += tl.load(bias + w).to(tl.float32)[:, None]
+        if WEIGHTED:
+            acc *= tl.load(topk_weights + slot, mask=m < end, other=0.0)[None, :]
+        at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
+        tl.store(at, acc, mask=(m < end)[None, :] & (d < D)[:, None])
+
+
+@triton.jit
+def combine(rows, topk_ids, y, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """y [tokens, D]: the sum of each token's rows, in the order of its slots; rows of skipped slots are not read. Grid: ceil(D / BLOCK), tokens."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        slot = token * TOP_K + k
+        e = tl.load(topk_ids + slot)
+        width = tl.where((e >= 0) & (e < EXPERTS), D, 0)
+        total += tl.load(rows + slot * D + d, mask=d < width, other=0.0)
+    tl.store(y + token * D + d, total.to(y.dtype.element_ty), mask=d < D)
