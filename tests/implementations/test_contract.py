@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax_mxfp4_moe import mxfp4_moe, prepare, testing
 from jax_mxfp4_moe.testing import relative_error
 
-NAMES = ("xla", "torch")
+NAMES = ("xla", "torch", "triton")
 # Float32 problems with quantized activations are drawn far from every tie (see far_from_ties), so that no code may flip
 # and the tolerance of plain float32 holds for them too.
 TOLERANCES = {**testing.TOLERANCES, ("float32", "mxfp4"): testing.TOLERANCES["float32", None]}
