@@ -13,6 +13,9 @@ BITS = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 """float8 products: every E2M1 value is an E4M3 value, and its block's scale folds into the exponent."""
 
+SHUFFLED = tl.constexpr(2)
+"""E4M3 from the layout of `layout.py`."""
+
 FOLD = tl.constexpr(11)
 """Binades that fold into an E4M3 exponent without touching subnormals: 0.5 * 2 ** -5 .. 6 * 2 ** 6."""
 
@@ -20,7 +23,9 @@ FOLD = tl.constexpr(11)
 @triton.jit
 def position(k, K: tl.constexpr, MODE: tl.constexpr):
     """Where element k of a row of K goes: the first tensor's elements, then those of the second."""
-    if MODE == 1:
+    if MODE == 2:
+        return ((k >> 2) & 1) * (K // 2) + (k >> 7) * 64 + ((k >> 3) & 3) * 16 + ((k >> 5) & 3) * 4 + (k & 3)
+    elif MODE == 1:
         return ((k >> 2) & 1) * (K // 2) + (k >> 3) * 4 + (k & 3)
     else:
         return (k & 1) * (K // 2) + (k >> 1)
@@ -44,6 +49,13 @@ def e2m1_to_float32(code):
 def spread(blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """[ROWS, BLOCKS] -> [ROWS, BLOCKS * 16]: a block's value for each of its bytes."""
     return tl.reshape(tl.broadcast_to(blocks[:, :, None], (ROWS, BLOCKS, 16)), (ROWS, BLOCKS * 16))
+
+
+@triton.jit
+def spread_shuffled(blocks, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """The same in the order of `layout.py`: four bytes of each of a group's blocks in turn."""
+    blocks = tl.reshape(blocks, (ROWS, BLOCKS // 4, 1, 4, 1))
+    return tl.reshape(tl.broadcast_to(blocks, (ROWS, BLOCKS // 4, 4, 4, 4)), (ROWS, BLOCKS * 16))
 
 
 @triton.jit
@@ -108,3 +120,45 @@ def _e4m3_bits(code, fold):
     magnitude = code & 7
     bits = tl.where(magnitude >= 2, magnitude * 4 + 8, 8) + fold
     return tl.where(magnitude == 0, 0, bits) | ((code & 8) << 4)
+
+
+@triton.jit
+def shuffled_to_e4m3(codes, d, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl.constexpr):
+    """The same as `to_e4m3` in the layout of `layout.py`; d: int32 [ROWS, BLOCKS], 0..12."""
+    BYTES: tl.constexpr = BLOCKS * 16
+    if PTX:
+        # The E4M3 bytes of the eight magnitudes, with d in the exponent of all but zero.
+        small = spread_shuffled(d * 0x08080800 + 0x14100800, ROWS, BLOCKS)
+        large = spread_shuffled(d * 0x08080808 + 0x24201C18, ROWS, BLOCKS)
+        first, second = tl.inline_asm_elementwise(
+            asm="""{
+            .reg .b32 which, value, sign;
+            and.b32 which, $2, 0x7777;
+            prmt.b32 value, $3, $7, which;
+            and.b32 sign, $2, 0x80808080;
+            or.b32 $0, value, sign;
+            shr.b32 which, $2, 16;
+            and.b32 which, which, 0x7777;
+            prmt.b32 value, $3, $7, which;
+            shl.b32 sign, $2, 4;
+            and.b32 sign, sign, 0x80808080;
+            or.b32 $1, value, sign;
+            }""",
+            constraints="=r,=r,r,r,r,r,r,r,r,r,r",
+            args=[codes, small, large],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
+        )
+        return first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+    else:
+        codes = codes.to(tl.int32)
+        fold = spread_shuffled(d * 8, ROWS, BLOCKS)
+        both = tl.reshape(tl.join(codes & 7, (codes >> 4) & 7), (ROWS, BYTES // 4, 2, 4))
+        first, second = tl.split(tl.permute(both, (0, 1, 3, 2)))
+        first = _e4m3_bits(tl.reshape(first, (ROWS, BYTES)), fold) | (codes & 0x80)
+        second = _e4m3_bits(tl.reshape(second, (ROWS, BYTES)), fold) | ((codes & 8) << 4)
+        return (
+            first.to(tl.uint8).to(tl.float8e4nv, bitcast=True),
+            second.to(tl.uint8).to(tl.float8e4nv, bitcast=True),
+        )

@@ -11,13 +11,15 @@ import torch
 
 from jax_mxfp4_moe.implementations.base import Config, Operands, Pipeline
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec, carve
-from jax_mxfp4_moe.implementations.triton import decode, quantize, route, stage1, stage2
+from jax_mxfp4_moe.implementations.triton import decode, layout, quantize, route, stage1, stage2
 from jax_mxfp4_moe.mxfp4 import BLOCK
 from jax_mxfp4_moe.problem import MoeProblem
 from jax_mxfp4_moe.quantize import SCALE_RULE_CARRY
 
-FEW_ROWS = 8192
-"""Up to here one launch ranks every slot against all ids; beyond, the ids are counted in chunks first."""
+FEW_ROWS = 1 << route.SHIFT.value
+"""Up to here every slot is compared with all; beyond, the ids are counted in chunks first."""
+LIST_ROWS = 512
+"""Up to here one program counts rows and lists tiles beside those that rank; beyond, one more launch lists."""
 MAX_SPLIT_PROGRAMS = 4096
 
 
@@ -50,10 +52,14 @@ class Facts:
 
     problem: MoeProblem
     config: Config
+    shuffled: bool = False
+    """Whether the weights are in the layout of `layout.py`."""
 
     @functools.cached_property
     def mode(self) -> int:
-        """`decode.E4M3` or `decode.BITS`."""
+        """`decode.SHUFFLED`, `decode.E4M3` or `decode.BITS`."""
+        if self.shuffled:
+            return decode.SHUFFLED.value
         return decode.E4M3.value if self.config["product"] == "e4m3" else decode.BITS.value
 
     @functools.cached_property
@@ -61,7 +67,7 @@ class Facts:
         """Rows of operands that stand for one row."""
         if self.problem.activation_quant == "mxfp4":
             return 1
-        if self.mode == decode.E4M3.value:
+        if self.mode != decode.BITS.value:
             return 2
         return {"bfloat16": 1, "float16": 2, "float32": 3}[self.problem.dtype]
 
@@ -82,10 +88,14 @@ class Facts:
         rows = self.problem.rows
         return 0 if rows <= FEW_ROWS else -(-rows // route.CHUNK.value)
 
+    def padded(self, n: int) -> int:
+        """Elements of an operand row of n: whole groups in the shuffled layout."""
+        return layout.padded(n) if self.shuffled else n
+
     def buffers(self) -> dict[str, BufferSpec]:
         """Everything between x and y, by name."""
         p, tiles = self.problem, self.tiles
-        planes = "float8_e4m3fn" if self.mode == decode.E4M3.value else "bfloat16"
+        planes = "bfloat16" if self.mode == decode.BITS.value else "float8_e4m3fn"
         return {
             "order": BufferSpec((p.rows,), "int32"),
             "offsets": BufferSpec((p.experts + 1,), "int32"),
@@ -93,19 +103,20 @@ class Facts:
             "tile_row": BufferSpec((tiles,), "int32"),
             "tile_count": BufferSpec((1,), "int32"),
             "counts": BufferSpec((max(1, self.chunks), self.width), "int32"),
-            "x_planes": BufferSpec((p.tokens, self.planes, p.hidden), planes),
+            "x_planes": BufferSpec((p.tokens, self.planes, self.padded(p.hidden)), planes),
             "x_scales": BufferSpec((p.tokens,), "float32"),
             "h": BufferSpec((p.rows, p.intermediate), p.dtype),
-            "h_planes": BufferSpec((p.rows, self.planes, p.intermediate), planes),
+            "h_planes": BufferSpec((p.rows, self.planes, self.padded(p.intermediate)), planes),
             "h_scales": BufferSpec((p.rows,), "float32"),
             "rows": BufferSpec((p.rows, p.hidden), "float32"),
         }
 
     def splitting(self, n: int) -> dict[str, Any]:
         """Arguments of `quantize.split_row` for rows of n elements."""
-        blocks = n // BLOCK
+        blocks = self.padded(n) // BLOCK
         return {
             "K": n,
+            "PADDED": self.padded(n),
             "PLANES": self.planes,
             "BLOCKS": min(128, 1 << (blocks - 1).bit_length()),
             "MODE": self.mode,
@@ -152,9 +163,14 @@ class TritonSteps:
         splitting = f.splitting(p.hidden)
         ranks = -(-p.rows // route.RANK.value)
         if not f.chunks:
-            constants = {**tile, **splitting, "num_warps": 8}
-            grid = (1 + ranks + p.tokens,)
-            self.launch(route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, **constants)
+            lists_too = p.rows <= LIST_ROWS
+            first = 1 if lists_too else (p.experts + route.RANK.value) // route.RANK.value
+            scan = min(1024, max(32, 1 << (p.rows - 1).bit_length()))
+            constants = {**tile, "SCAN": scan, "LIST": lists_too, **splitting, "num_warps": 8}
+            grid = (first + ranks + p.tokens,)
+            self.launch(route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks, **constants)
+            if not lists_too:
+                self.launch(route.list_few, (1,), *lists, **tile)
             return
         constants = {**sizes, **splitting}
         grid = (f.chunks + p.tokens,)
@@ -210,7 +226,8 @@ class TritonSteps:
     def _product(self, n: int, stage: str) -> dict[str, Any]:
         """Arguments that `product.multiply` and its callers take."""
         f, config = self.facts, self.facts.config
-        block_k = min(config[f"block_k{stage}"], max(64, 1 << (n - 1).bit_length()))
+        n = f.padded(n)
+        block_k = min(config[f"block_k{stage}"], max(128 if f.shuffled else 64, 1 << (n - 1).bit_length()))
         return {
             "K": n,
             "PLANES": f.planes,

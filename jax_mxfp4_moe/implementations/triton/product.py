@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jax_mxfp4_moe.implementations.triton.decode import FOLD, power_of_two, spread, to_bfloat16, to_e4m3
+from jax_mxfp4_moe.implementations.triton.decode import FOLD, power_of_two, shuffled_to_e4m3, spread, to_bfloat16, to_e4m3
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def pick_tile(program, tile_count, TILES: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def load_weights(codes, scales, w, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[ROWS, BLOCK_K // 2] bytes and [ROWS, BLOCK_K // 32] scales (255, 0 past K never arises: see below) from column k."""
+    """[ROWS, BLOCK_K // 2] bytes and [ROWS, BLOCK_K // 32] scales from column k."""
     HALF: tl.constexpr = BLOCK_K // 2
     bytes_ = k // 2 + tl.arange(0, HALF)
     blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
@@ -33,6 +33,20 @@ def load_weights(codes, scales, w, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
         # Past K codes are 0 and the scale is that of the last block, which is neither NaN where the row is not nor far from it.
         sp = scales + w[:, None] * (K // 32) + tl.minimum(blocks, K // 32 - 1)[None, :]
         return tl.load(cp, mask=bytes_[None, :] < K // 2, other=0), tl.load(sp).to(tl.int32)
+
+
+@triton.jit
+def load_shuffled(codes, scales, w, k, N: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The same of one expert's weights in the layout of `layout.py`; w: int32 rows."""
+    byte = k // 2 + tl.arange(0, BLOCK_K // 2)
+    block = k // 32 + tl.arange(0, BLOCK_K // 32)
+    cp = codes + w[:, None] * 64 + ((byte // 64) * (N * 64) + byte % 64)[None, :]
+    sp = scales + w[:, None] * 4 + ((block // 4) * (N * 4) + block % 4)[None, :]
+    if K % BLOCK_K == 0:
+        return tl.load(cp), tl.load(sp).to(tl.int32)
+    else:
+        c = tl.load(cp, mask=byte[None, :] < K // 2, other=0)
+        return c, tl.load(sp, mask=block[None, :] < K // 32, other=0).to(tl.int32)
 
 
 @triton.jit
@@ -50,15 +64,32 @@ def load_operand(x, rows, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def multiply(
-    codes, scales, w, x, rows, mask,
-    K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, MODE: tl.constexpr,
+    codes, scales, expert, w, x, rows, mask,
+    WEIGHT_ROWS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, MODE: tl.constexpr,
     PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """[ROWS, N] float32: weight rows w times operand rows `rows`; with E4M3 the row scale of x is left to the caller."""
+    """[ROWS, N] float32: weight rows w of `expert`, which has WEIGHT_ROWS, times operand rows `rows`.
+
+    With E4M3 the row scales of x are left to the caller. K is padded to whole groups in the shuffled layout.
+    """
     BLOCKS: tl.constexpr = BLOCK_K // 32
     HALF: tl.constexpr = BLOCK_K // 2
     acc = tl.zeros((ROWS, N), tl.float32)
-    if MODE == 1:
+    if MODE == 2:
+        codes += expert.to(tl.int64) * (WEIGHT_ROWS * K // 2)
+        scales += expert.to(tl.int64) * (WEIGHT_ROWS * (K // 32 + 1))
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            c, d = load_shuffled(codes, scales, w, k, WEIGHT_ROWS, K, BLOCK_K)
+            first, second = shuffled_to_e4m3(c, d, ROWS, BLOCKS, PTX)
+            x0, x1 = load_operand(x, rows, mask, k, K, BLOCK_K)
+            # The tensor core keeps some 13 bits of a float8 sum, so that a sum never runs over more than one block of K.
+            part = tl.dot(first, x0)
+            part = tl.dot(second, x1, part)
+            acc += part
+        base = tl.load(scales + WEIGHT_ROWS * (K // 32) + w).to(tl.int32)
+        acc *= (power_of_two(base) * 0.015625)[:, None]  # 2 ** (5 - FOLD)
+    elif MODE == 1:
+        w = expert.to(tl.int64) * WEIGHT_ROWS + w
         widest = tl.zeros((ROWS, BLOCKS), tl.int32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             c, s = load_weights(codes, scales, w, k, K, BLOCK_K)
@@ -68,7 +99,6 @@ def multiply(
             fold = (tl.maximum(FOLD - gap, 0) * 8).to(tl.int8)
             first, second = to_e4m3(c, spread(fold, ROWS, BLOCKS), ROWS, HALF, PTX)
             x0, x1 = load_operand(x, rows, mask, k, K, BLOCK_K)
-            # The tensor core keeps some 13 bits of a float8 sum, so that a sum never runs over more than one block of K.
             part = tl.dot(first, x0)
             part = tl.dot(second, x1, part)
             acc += part * power_of_two(top)[:, None]
@@ -93,6 +123,7 @@ def multiply(
                     acc += part * power_of_two(scale)[:, None]
         acc *= 0.015625  # 2 ** (5 - FOLD)
     else:
+        w = expert.to(tl.int64) * WEIGHT_ROWS + w
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             c, s = load_weights(codes, scales, w, k, K, BLOCK_K)
             even, odd = to_bfloat16(c, spread(power_of_two(s), ROWS, BLOCKS))
@@ -109,6 +140,6 @@ def add_planes(acc, ROWS: tl.constexpr, TILE: tl.constexpr, STACK: tl.constexpr,
         return acc
     else:
         acc = tl.reshape(acc, (ROWS, STACK, TILE))
-        if MODE == 1:
+        if MODE >= 1:
             acc *= tl.where(tl.arange(0, STACK) == 0, 1.0, 0.03125)[None, :, None]
         return tl.sum(acc, axis=1)

@@ -43,66 +43,66 @@ def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
 def load_row(
     x, row, block, K: tl.constexpr, BLOCKS: tl.constexpr, QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr
 ):
-    """Blocks `block`, `block + 1`, ... of one row, as float32 [BLOCKS, 32]; and their element numbers and mask."""
+    """Blocks `block`, `block + 1`, ... of one row, as float32 [BLOCKS, 32], 0 past K; and their element numbers."""
     k = (block + tl.arange(0, BLOCKS))[:, None] * 32 + tl.arange(0, 32)[None, :]
     v = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
     if QUANT:
         v = round_to_mxfp4(v, CARRY, HALF_AWAY)
-    return v, k, k < K
+    return v, k
 
 
 @triton.jit
 def split_row(
     x, planes, row_scales, row,
-    K: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
     QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
 ):  # fmt: skip
     """Writes the operand form of one row."""
     row = row.to(tl.int64)
-    out = planes + row * PLANES * K
-    if MODE == 1:
+    out = planes + row * PLANES * PADDED
+    if MODE >= 1:
         amax = 0
         for block in range(0, K // 32, BLOCKS):
-            v, k, inside = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+            v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
             amax = tl.maximum(amax, tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0))
         # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too.
         exponent = tl.minimum(tl.maximum(261 - (amax >> 23), 1), 254)
         up = (exponent << 23).to(tl.float32, bitcast=True)
         down = tl.where(amax >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
         tl.store(row_scales + row, down)
-        for block in range(0, K // 32, BLOCKS):
-            v, k, inside = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-            at = position(k, K, MODE)
+        for block in range(0, PADDED // 32, BLOCKS):
+            v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+            at = position(k, PADDED, MODE)
             v = tl.where(amax >= 0x7F800000, 0.0, v * up)
             high = v.to(tl.float8e4nv)
-            tl.store(out + at, high, mask=inside)
+            tl.store(out + at, high, mask=k < PADDED)
             if PLANES == 2:
-                tl.store(out + K + at, ((v - high.to(tl.float32)) * 32.0).to(tl.float8e4nv), mask=inside)
+                tl.store(out + PADDED + at, ((v - high.to(tl.float32)) * 32.0).to(tl.float8e4nv), mask=k < PADDED)
     else:
-        for block in range(0, K // 32, BLOCKS):
-            v, k, inside = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-            at = position(k, K, MODE)
+        for block in range(0, PADDED // 32, BLOCKS):
+            v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+            at = position(k, PADDED, MODE)
             if PLANES == 1:
-                tl.store(out + at, v.to(tl.bfloat16), mask=inside)
+                tl.store(out + at, v.to(tl.bfloat16), mask=k < PADDED)
             else:
                 for plane in tl.static_range(PLANES):
                     # The upper half of a float32 is a bfloat16; what is left of v is then exact.
                     bits = v.to(tl.int32, bitcast=True)
                     part = (bits & -65536).to(tl.float32, bitcast=True)
                     part = tl.where(v == v, part, float("nan"))
-                    tl.store(out + plane * K + at, part.to(tl.bfloat16), mask=inside)
+                    tl.store(out + plane * PADDED + at, part.to(tl.bfloat16), mask=k < PADDED)
                     v = tl.where((bits & 0x7F800000) == 0x7F800000, 0.0, v - part)
 
 
 @triton.jit
 def split_rows(
     x, planes, row_scales, count, rows,
-    K: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
     QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
 ):  # fmt: skip
     """Brings the rows of h that an expert owns to operand form; `count` points to their number, `rows` is its bound."""
     used = tl.minimum(tl.load(count), rows)
     row = tl.program_id(0)
     while row < used:
-        split_row(x, planes, row_scales, row, K, PLANES, BLOCKS, MODE, QUANT, CARRY, HALF_AWAY)
+        split_row(x, planes, row_scales, row, K, PADDED, PLANES, BLOCKS, MODE, QUANT, CARRY, HALF_AWAY)
         row += tl.num_programs(0)

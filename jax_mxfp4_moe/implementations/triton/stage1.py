@@ -72,20 +72,19 @@ def stage1(
         token = tl.load(order + p, mask=mask, other=0) // TOP_K
         r = tl.arange(0, ROWS)
         w = (r // BLOCK_F) * F + tl.minimum(column * BLOCK_F + r % BLOCK_F, F - 1)
-        w = e.to(tl.int64) * (2 * F) + w
         acc = multiply(
-            codes, scales, w, planes, token.to(tl.int64) * PLANES + n // TILE, mask,
-            K, ROWS, N, BLOCK_K, MODE, PTX, STAGES,
+            codes, scales, e, w, planes, token.to(tl.int64) * PLANES + n // TILE, mask,
+            2 * F, K, ROWS, N, BLOCK_K, MODE, PTX, STAGES,
         )  # fmt: skip
         acc = add_planes(acc, ROWS, TILE, STACK, MODE)
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        if MODE == 1:
+        if MODE >= 1:
             acc *= tl.load(row_scales + slot // TOP_K, mask=m < end, other=0.0)[None, :]
         if WEIGHTED:
             acc *= tl.load(topk_weights + slot, mask=m < end, other=0.0)[None, :]
         if HAS_BIAS:
-            acc += tl.load(bias + w).to(tl.float32)[:, None]
+            acc += tl.load(bias + e.to(tl.int64) * (2 * F) + w).to(tl.float32)[:, None]
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_F, TILE)), (1, 2, 0)))
         y = activate(gate, up, ACTIVATION, ALPHA, LIMIT)
         f = column * BLOCK_F + tl.arange(0, BLOCK_F)

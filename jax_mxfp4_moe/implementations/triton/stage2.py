@@ -26,18 +26,18 @@ def stage2(
         p = start + n % TILE
         mask = (p < end) & (n // TILE < PLANES)
         d = column * BLOCK_D + tl.arange(0, BLOCK_D)
-        w = e.to(tl.int64) * D + tl.minimum(d, D - 1)
+        w = tl.minimum(d, D - 1)
         acc = multiply(
-            codes, scales, w, planes, p.to(tl.int64) * PLANES + n // TILE, mask,
-            K, BLOCK_D, N, BLOCK_K, MODE, PTX, STAGES,
+            codes, scales, e, w, planes, p.to(tl.int64) * PLANES + n // TILE, mask,
+            D, K, BLOCK_D, N, BLOCK_K, MODE, PTX, STAGES,
         )  # fmt: skip
         acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE)
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        if MODE == 1:
+        if MODE >= 1:
             acc *= tl.load(row_scales + m, mask=m < end, other=0.0)[None, :]
         if HAS_BIAS:
-            acc += tl.load(bias + w).to(tl.float32)[:, None]
+            acc += tl.load(bias + e.to(tl.int64) * D + w).to(tl.float32)[:, None]
         if WEIGHTED:
             acc *= tl.load(topk_weights + slot, mask=m < end, other=0.0)[None, :]
         at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
