@@ -54,6 +54,22 @@ def packed(shape: tuple[int, ...], generator: torch.Generator) -> Packed:
     return Packed(codes, (centre + noise.round().clamp(-6, 3)).to(torch.uint8))
 
 
+def shuffled(a: Packed) -> Packed:
+    """`layout.shuffle` in torch; every row fits."""
+    experts, rows, half = a.codes.shape
+    groups = -(-half // 64)
+    base = a.scales.amax(-1)
+    d = torch.nn.functional.pad(11 - (base[..., None] - a.scales), (0, 4 * groups - half // 16))
+    codes = torch.nn.functional.pad(a.codes, (0, 64 * groups - half))
+    codes = codes.view(experts, rows, groups, 4, 4, 4).permute(0, 2, 1, 4, 3, 5)
+    shift = torch.tensor([3, 7, 3, 7], dtype=torch.uint8, device="cuda")
+    first, second = codes[..., [0, 0, 1, 1]] >> shift & 1, codes[..., [2, 2, 3, 3]] >> shift & 1
+    codes = (codes & 0x77) | first << 7 | second << 3
+    d = d.view(experts, rows, groups, 4).permute(0, 2, 1, 3).reshape(experts, -1)
+    scales = torch.cat([d, base], 1).view(experts, rows, 4 * groups + 1)
+    return Packed(codes.reshape(experts, rows, 64 * groups).contiguous(), scales.contiguous())
+
+
 @dataclasses.dataclass
 class Layer:
     """Tensors of one problem, with several routings so that repeated calls do not find their weights in the cache."""
@@ -81,11 +97,10 @@ class Layer:
             self.weights.append(w.contiguous())
         self.y = torch.empty(p.tokens, p.hidden, device="cuda", dtype=getattr(torch, p.out_dtype))
 
-    def inputs(self, i: int) -> list[torch.Tensor]:
-        return [self.x, *self.gate_up, *self.down, self.weights[i], self.ids[i]]
-
-    def specs(self) -> list[BufferSpec]:
-        return [BufferSpec(t.shape, str(t.dtype).removeprefix("torch.")) for t in self.inputs(0)]
+    def inputs(self, i: int, prepared: bool) -> list[torch.Tensor]:
+        if prepared and not hasattr(self, "prepared"):
+            self.prepared = [*shuffled(self.gate_up), *shuffled(self.down)]
+        return [self.x, *(self.prepared if prepared else (*self.gate_up, *self.down)), self.weights[i], self.ids[i]]
 
     def bound_us(self) -> tuple[float, str, int]:
         p = self.problem
@@ -120,12 +135,14 @@ def buffers_of(facts: launches.Facts) -> dict[str, torch.Tensor]:
     return {name: poisoned(spec) for name, spec in facts.buffers().items()}
 
 
-def call(layer: Layer, facts: launches.Facts, buffers: dict, i: int = 0, only: str | None = None) -> None:
+def call(layer: Layer, facts: launches.Facts, buffers: dict, i: int = 0, only: str | set | None = None) -> None:
     def launch(kernel, grid, *args, **constants):
-        if only is None or kernel.__name__ == only:
+        if isinstance(only, set):
+            only.add(kernel.__name__)
+        elif only is None or kernel.__name__ == only or (only == "stage2" and kernel.__name__ == "stage2_spans"):
             launches.launch(kernel, grid, *args, **constants)
 
-    operands = launches.tensors_of(layer.problem, layer.inputs(i))
+    operands = launches.tensors_of(layer.problem, layer.inputs(i, facts.shuffled))
     moe.pipeline(launches.TritonSteps(facts, operands, buffers, layer.y, True, launch), operands)
 
 
@@ -150,9 +167,10 @@ def replay_us(calls: list) -> float:
 
 
 def facts_of(problem: MoeProblem, **changes) -> launches.Facts:
+    prepared = changes.pop("prepared", True)
     able = problem.dtype == "bfloat16" or problem.activation_quant
     config = default_config(problem, changes.pop("product", "e4m3" if able else "bits"))
-    return launches.Facts(problem, Config.of({**dict(config.items), **changes}))
+    return launches.Facts(problem, Config.of({**dict(config.items), **changes}), prepared)
 
 
 def warm(job) -> str | None:
@@ -192,7 +210,10 @@ def time_layer(name: str, quant: str | None, parts: bool, **changes) -> dict:
     row = {"case": name, "quant": quant, "hit": hit, "bound": round(bound, 1), "by": by, "us": round(us, 1),
            "over_bound": round(us / bound, 2), "peer": PEERS.get(name), "error": f"{error:.1e}"}  # fmt: skip
     if parts:
-        names = ["stage1", "split_rows", "stage2", "combine"] + (["route_few"] if not facts.chunks else ["count_chunks", "add_chunks", "place"])
+        names = ["stage1", "split_rows", "stage2", "stage2_spans", "combine", "expand"] + (["route_few", "list_few"] if not facts.chunks else ["count_chunks", "add_chunks", "place"])
+        used = set()
+        call(layer, facts, buffers, 0, used)
+        names = [n for n in names if n in used]
         row["parts"] = {n: round(replay_us([lambda n=n: call(layer, facts, buffers, 0, n)] * (4 * sets)), 1) for n in names}
     row["config"] = str(facts.config)
     return row

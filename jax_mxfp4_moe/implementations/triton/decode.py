@@ -16,6 +16,9 @@ E4M3 = tl.constexpr(1)
 SHUFFLED = tl.constexpr(2)
 """E4M3 from the layout of `layout.py`."""
 
+EXPANDED = tl.constexpr(3)
+"""The same, decoded beforehand by `product.expand`, for when every weight is used many times."""
+
 FOLD = tl.constexpr(11)
 """Binades that fold into an E4M3 exponent without touching subnormals: 0.5 * 2 ** -5 .. 6 * 2 ** 6."""
 

@@ -15,13 +15,17 @@ from jax_mxfp4_moe import device
 from jax_mxfp4_moe.implementations import torch_call
 from jax_mxfp4_moe.implementations.base import Config, Implementation, Operands, Pipeline
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec, Plan
+from jax_mxfp4_moe.implementations.triton import layout
+from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array
 from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.weights import MoeWeights
 
 MIN_CAPABILITY = 80
 E4M3_ARCHS = ("sm_90",)
 """Where products of E4M3 values were measured."""
 MAX_EXPERTS = 4096
-MAX_TILES = 2**31 - 1
+EXPAND_ROWS = 256
+"""Rows of an average expert from which prepared weights are decoded once for all, into the workspace."""
 
 
 class TritonImplementation(Implementation):
@@ -33,9 +37,12 @@ class TritonImplementation(Implementation):
       tile_rows: rows of one expert in a tile.   group: row tiles that share a column tile in turn.
       block_f, block_k1, warps1, stages1: columns of h and elements of D in a step of stage 1, warps and load stages.
       block_d, block_k2, warps2, stages2: the same for stage 2.
+      span: column tiles that a program of stage 2 goes over, where one step holds all of F.
+      expand: 1 to decode prepared weights once, into a workspace of a byte a weight.
     """
 
     name = "triton"
+    layouts = (PACKED, layout.TAG)
     extra = "triton"
 
     def missing(self) -> str | None:
@@ -66,10 +73,28 @@ class TritonImplementation(Implementation):
             return f"sorts by at most {MAX_EXPERTS} experts, found {problem.experts}"
         return None
 
+    def prepare(self, weights: MoeWeights) -> MoeWeights:
+        """Brings weights to "triton:e4m3" where this machine has float8 products and every row's scales fit, else leaves them packed.
+
+        Not to be traced: it looks at the scales. Law: `unprepare(prepare(w))` is w.
+        """
+        if not _has_float8(device.platforms(weights.gate_up.codes)[0]):
+            return weights
+        both = (weights.gate_up, weights.down)
+        if not all(bool(layout.fits(a)) for a in both):
+            return weights
+        return _with_stacks(weights, *map(layout.shuffle, both))
+
+    def unprepare(self, weights: MoeWeights) -> MoeWeights:
+        """The inverse of `prepare`."""
+        if weights.layout == PACKED:
+            return weights
+        return _with_stacks(weights, layout.unshuffle(weights.gate_up), layout.unshuffle(weights.down))
+
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
         """By the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that."""
         able = problem.activation_quant == "mxfp4" or problem.dtype == "bfloat16"
-        e4m3 = able and platform == "cuda" and device.arch(platform) in E4M3_ARCHS
+        e4m3 = able and _has_float8(platform)
         return [default_config(problem, "e4m3" if e4m3 else "bits")]
 
     def run(
@@ -85,8 +110,12 @@ class TritonImplementation(Implementation):
         """Puts one custom call into the caller's computation, which launches the kernels."""
         from jax_mxfp4_moe.implementations.triton import pipeline as launches
 
+        shuffled = operands.weights.layout == layout.TAG
+        if shuffled and config["product"] != "e4m3":
+            # Made for float8 products, which hold less than a float32 or float16 x: slow, and right.
+            operands, shuffled = operands._replace(weights=self.unprepare(operands.weights)), False
         leaves, structure = jax.tree.flatten(operands)
-        facts = launches.Facts(problem, config)
+        facts = launches.Facts(problem, config, shuffled)
         slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers().values()))
         inputs = tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves)
         plan = Plan(
@@ -100,6 +129,15 @@ class TritonImplementation(Implementation):
             warm=functools.partial(launches.warm, facts, inputs, pipeline),
         )
         return torch_call.call(plan, *leaves, bridge=bridge)[0]
+
+
+def _has_float8(platform: str) -> bool:
+    return platform == "cuda" and device.arch(platform) in E4M3_ARCHS
+
+
+def _with_stacks(weights: MoeWeights, gate_up: Mxfp4Array, down: Mxfp4Array) -> MoeWeights:
+    quant = weights.activation_quant
+    return MoeWeights(gate_up, down, weights.gate_up_bias, weights.down_bias, activation_quant=quant)
 
 
 def default_config(problem: MoeProblem, product: str) -> Config:
@@ -122,5 +160,7 @@ def default_config(problem: MoeProblem, product: str) -> Config:
             "block_k2": 128 if tile_rows * planes >= 64 else 256,
             "warps2": 8 if wide else 4,
             "stages2": 3,
+            "span": 4,
+            "expand": int(average >= EXPAND_ROWS),
         }
     )

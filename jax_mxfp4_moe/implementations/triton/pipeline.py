@@ -11,7 +11,7 @@ import torch
 
 from jax_mxfp4_moe.implementations.base import Config, Operands, Pipeline
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec, carve
-from jax_mxfp4_moe.implementations.triton import decode, layout, quantize, route, stage1, stage2
+from jax_mxfp4_moe.implementations.triton import decode, layout, product, quantize, route, stage1, stage2
 from jax_mxfp4_moe.mxfp4 import BLOCK
 from jax_mxfp4_moe.problem import MoeProblem
 from jax_mxfp4_moe.quantize import SCALE_RULE_CARRY
@@ -63,6 +63,11 @@ class Facts:
         return decode.E4M3.value if self.config["product"] == "e4m3" else decode.BITS.value
 
     @functools.cached_property
+    def expands(self) -> bool:
+        """Whether weights are decoded beforehand, into the workspace."""
+        return self.shuffled and bool(self.config["expand"])
+
+    @functools.cached_property
     def planes(self) -> int:
         """Rows of operands that stand for one row."""
         if self.problem.activation_quant == "mxfp4":
@@ -96,7 +101,13 @@ class Facts:
         """Everything between x and y, by name."""
         p, tiles = self.problem, self.tiles
         planes = "bfloat16" if self.mode == decode.BITS.value else "float8_e4m3fn"
+        wide = {}
+        if self.expands:
+            up = (p.experts, 2 * p.intermediate, self.padded(p.hidden))
+            down = (p.experts, p.hidden, self.padded(p.intermediate))
+            wide = {"gate_up": BufferSpec(up, planes), "down": BufferSpec(down, planes)}
         return {
+            **wide,
             "order": BufferSpec((p.rows,), "int32"),
             "offsets": BufferSpec((p.experts + 1,), "int32"),
             "tile_expert": BufferSpec((tiles,), "int32"),
@@ -194,6 +205,7 @@ class TritonSteps:
         """Step 3; h [rows, F] in sorted order."""
         f, p, config = self.facts, self.facts.problem, self.facts.config
         block = config["block_f"]
+        gate_up = self._expanded("gate_up", gate_up, 2 * p.intermediate, p.hidden)
         self.launch(
             stage1.stage1, (f.tiles * -(-p.intermediate // block),),
             *x, *gate_up, bias, topk_weights, *self._lists(), self.buffers["h"],
@@ -206,19 +218,34 @@ class TritonSteps:
     def stage2(self, h: Planes, down: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
         """Step 5; y [tokens, D]."""
         f, p, config, rows = self.facts, self.facts.problem, self.facts.config, self.buffers["rows"]
-        block = config["block_d"]
-        self.launch(
-            stage2.stage2, (f.tiles * -(-p.hidden // block),),
-            *h, *down, bias, topk_weights, *self._lists(), rows,
-            D=p.hidden, HAS_BIAS=bias is not None, WEIGHTED=not p.apply_router_weight_on_input,
-            BLOCK_D=block, **self._product(p.intermediate, "2"),
-        )  # fmt: skip
+        block, constant = config["block_d"], self._product(p.intermediate, "2")
+        down = self._expanded("down", down, p.hidden, p.intermediate)
+        args = (*h, *down, bias, topk_weights, *self._lists(), rows)
+        constants = {"D": p.hidden, "HAS_BIAS": bias is not None, "WEIGHTED": not p.apply_router_weight_on_input, "BLOCK_D": block}
+        columns = -(-p.hidden // block)
+        one_step = constant["K"] <= constant["BLOCK_K"] and p.hidden % block == 0
+        if f.mode == constant["MODE"] == decode.SHUFFLED.value and config["span"] > 1 and one_step:
+            del constant["GROUP"]
+            grid = (f.tiles * -(-columns // config["span"]),)
+            self.launch(stage2.stage2_spans, grid, *args, SPAN=config["span"], **constants, **constant)
+        else:
+            self.launch(stage2.stage2, (f.tiles * columns,), *args, **constants, **constant)
         width = min(1024, 1 << (p.hidden - 1).bit_length())
         self.launch(
             stage2.combine, (p.tokens, -(-p.hidden // width)), rows, self.operands.topk_ids, self.y,
             D=p.hidden, TOP_K=p.top_k, EXPERTS=p.experts, BLOCK=width, num_warps=4,
         )  # fmt: skip
         return self.y
+
+    def _expanded(self, name: str, stack: Packed, rows: int, n: int) -> Packed:
+        """A stack decoded into the workspace, if the config asks for it."""
+        f = self.facts
+        if not f.expands:
+            return stack
+        k, wide = f.padded(n), self.buffers[name]
+        grid = (k // layout.GROUP, -(-rows // 128), f.problem.experts)
+        self.launch(product.expand, grid, *stack, self.buffers["offsets"], wide, N=rows, K=k, ROWS=128, PTX=self.ptx)
+        return Packed(wide, stack.scales)
 
     def _lists(self) -> tuple[Any, ...]:
         return tuple(self.buffers[n] for n in ("order", "offsets", "tile_expert", "tile_row", "tile_count"))
@@ -235,7 +262,7 @@ class TritonSteps:
             "TILE": config["tile_rows"],
             "BLOCK_K": block_k,
             "GROUP": config["group"],
-            "MODE": f.mode,
+            "MODE": decode.EXPANDED.value if f.expands else f.mode,
             "PTX": self.ptx,
             "STAGES": config[f"stages{stage}"],
             "num_warps": config[f"warps{stage}"],

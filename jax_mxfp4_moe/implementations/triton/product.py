@@ -75,7 +75,25 @@ def multiply(
     BLOCKS: tl.constexpr = BLOCK_K // 32
     HALF: tl.constexpr = BLOCK_K // 2
     acc = tl.zeros((ROWS, N), tl.float32)
-    if MODE == 2:
+    if MODE == 3:
+        codes += expert.to(tl.int64) * WEIGHT_ROWS * K
+        scales += expert.to(tl.int64) * (WEIGHT_ROWS * (K // 32 + 1))
+        at = tl.arange(0, BLOCK_K)
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            wp = codes + w[:, None] * K + (k + at)[None, :]
+            xp = x + rows[None, :] * K + (k + at)[:, None]
+            if K % BLOCK_K == 0:
+                part = tl.dot(tl.load(wp), tl.load(xp, mask=mask[None, :], other=0.0))
+            else:
+                inside = k + at < K
+                part = tl.dot(
+                    tl.load(wp, mask=inside[None, :], other=0.0),
+                    tl.load(xp, mask=mask[None, :] & inside[:, None], other=0.0),
+                )
+            acc += part
+        base = tl.load(scales + WEIGHT_ROWS * (K // 32) + w).to(tl.int32)
+        acc *= (power_of_two(base) * 0.015625)[:, None]
+    elif MODE == 2:
         codes += expert.to(tl.int64) * (WEIGHT_ROWS * K // 2)
         scales += expert.to(tl.int64) * (WEIGHT_ROWS * (K // 32 + 1))
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -143,3 +161,19 @@ def add_planes(acc, ROWS: tl.constexpr, TILE: tl.constexpr, STACK: tl.constexpr,
         if MODE >= 1:
             acc *= tl.where(tl.arange(0, STACK) == 0, 1.0, 0.03125)[None, :, None]
         return tl.sum(acc, axis=1)
+
+
+@triton.jit
+def expand(codes, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
+    """Decodes the experts that own a row into E4M3, out [E, N, K] in the order of `decode.position`. Grid: E, ceil(N / ROWS), K / 128."""
+    e = tl.program_id(2)
+    if tl.load(offsets + e + 1) > tl.load(offsets + e):
+        n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        group = tl.program_id(0)
+        codes += e.to(tl.int64) * (N * K // 2)
+        scales += e.to(tl.int64) * (N * (K // 32 + 1))
+        c, d = load_shuffled(codes, scales, tl.minimum(n, N - 1), group * 128, N, K, 128)
+        first, second = shuffled_to_e4m3(c, d, ROWS, 4, PTX)
+        at = out + e.to(tl.int64) * N * K + n[:, None] * K + (group * 64 + tl.arange(0, 64))[None, :]
+        tl.store(at, first, mask=n[:, None] < N)
+        tl.store(at + K // 2, second, mask=n[:, None] < N)
