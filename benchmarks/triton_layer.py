@@ -26,7 +26,7 @@ from jax_mxfp4_moe.implementations.torch import Packed, dequantize
 from jax_mxfp4_moe.implementations.torch import quantize as torch_quantize
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec
 from jax_mxfp4_moe.implementations.triton import pipeline as launches
-from jax_mxfp4_moe.implementations.triton.implementation import default_config
+from jax_mxfp4_moe.implementations.triton.implementation import EXPAND_ROWS, default_config
 from jax_mxfp4_moe.problem import MoeProblem
 
 PEERS = {  # best peer's microseconds, bfloat16 activations, measured on another day on the same kind of device
@@ -109,14 +109,14 @@ class Layer:
         flops = p.rows * 6 * p.hidden * p.intermediate / 756e6
         return (memory, "mem", round(hit)) if memory > flops else (flops, "flop", round(hit))
 
-    def error(self) -> float:
+    def error(self, sample: int = 6) -> float:
         """Of y against float32, for some tokens of the last call, which used ids[0]."""
         p = self.problem
 
         def rounded(v):
             return dequantize(torch_quantize(v, p.scale_rule, p.rounding)) if p.activation_quant else v.float()
 
-        tokens = list(range(0, p.tokens, max(1, p.tokens // 6)))[:6]
+        tokens = list(range(0, p.tokens, max(1, p.tokens // sample)))[:sample]
         want = torch.zeros(len(tokens), p.hidden, device="cuda")
         for i, t in enumerate(tokens):
             for w, e in zip(self.weights[0][t].tolist(), self.ids[0][t].tolist(), strict=True):
@@ -169,7 +169,8 @@ def replay_us(calls: list) -> float:
 def facts_of(problem: MoeProblem, **changes) -> launches.Facts:
     prepared = changes.pop("prepared", True)
     able = problem.dtype == "bfloat16" or problem.activation_quant
-    config = default_config(problem, changes.pop("product", "e4m3" if able else "bits"))
+    many = problem.activation_quant is None and problem.rows >= EXPAND_ROWS * problem.experts
+    config = default_config(problem, changes.pop("product", "e4m3" if able and not many else "bits"))
     return launches.Facts(problem, Config.of({**dict(config.items), **changes}), prepared)
 
 
@@ -235,7 +236,7 @@ def sweep(name: str, quant: str | None, stage: str, space: dict[str, list], base
             buffers = buffers_of(facts)
             call(layer, facts, buffers)
             torch.cuda.synchronize()
-            error = layer.error()
+            error = layer.error(2)
             us = replay_us([lambda: call(layer, facts, buffers, 0, stage)] * (6 if problem.tokens <= 512 else 2))  # noqa: B023
             results.append((round(us, 1), f"{error:.1e}", changes))
         except Exception as error:  # noqa: BLE001

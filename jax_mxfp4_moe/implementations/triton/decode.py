@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 
 BITS = tl.constexpr(0)
-"""bfloat16 products, any weights, any target: portable arithmetic."""
-E4M3 = tl.constexpr(1)
-"""float8 products: every E2M1 value is an E4M3 value, and its block's scale folds into the exponent."""
-
-SHUFFLED = tl.constexpr(2)
-"""E4M3 from the layout of `layout.py`."""
-
-EXPANDED = tl.constexpr(3)
-"""The same, decoded beforehand by `product.expand`, for when every weight is used many times."""
+"""bfloat16 products of packed weights: any weights, any target, portable arithmetic."""
+WIDE = tl.constexpr(1)
+"""bfloat16 products of shuffled weights (`layout.py`) that `product.expand` decoded beforehand."""
+E4M3 = tl.constexpr(2)
+"""float8 products of packed weights: every E2M1 value is an E4M3 value, and its block's scale folds into the exponent."""
+SHUFFLED = tl.constexpr(3)
+"""float8 products of shuffled weights."""
+EXPANDED = tl.constexpr(4)
+"""The same, decoded beforehand, for when every weight is used many times."""
 
 FOLD = tl.constexpr(11)
 """Binades that fold into an E4M3 exponent without touching subnormals: 0.5 * 2 ** -5 .. 6 * 2 ** 6."""
@@ -26,9 +26,9 @@ FOLD = tl.constexpr(11)
 @triton.jit
 def position(k, K: tl.constexpr, MODE: tl.constexpr):
     """Where element k of a row of K goes: the first tensor's elements, then those of the second."""
-    if MODE == 2:
+    if MODE == 1 or MODE >= 3:
         return ((k >> 2) & 1) * (K // 2) + (k >> 7) * 64 + ((k >> 3) & 3) * 16 + ((k >> 5) & 3) * 4 + (k & 3)
-    elif MODE == 1:
+    elif MODE == 2:
         return ((k >> 2) & 1) * (K // 2) + (k >> 3) * 4 + (k & 3)
     else:
         return (k & 1) * (K // 2) + (k >> 1)

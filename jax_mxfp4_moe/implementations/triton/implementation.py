@@ -32,8 +32,8 @@ class TritonImplementation(Implementation):
     """Triton kernels.
 
     Config:
-      product: "bits" (bfloat16 products) or "e4m3" (float8 products of exactly converted weights; sm_90, for x in bfloat16 or
-        quantized activations).
+      product: "bits" (bfloat16 products; prepared weights are decoded beforehand) or "e4m3" (float8 products of exactly converted
+        weights; sm_90, for x in bfloat16 or quantized activations).
       tile_rows: rows of one expert in a tile.   group: row tiles that share a column tile in turn.
       block_f, block_k1, warps1, stages1: columns of h and elements of D in a step of stage 1, warps and load stages.
       block_d, block_k2, warps2, stages2: the same for stage 2.
@@ -94,7 +94,8 @@ class TritonImplementation(Implementation):
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
         """By the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that."""
         able = problem.activation_quant == "mxfp4" or problem.dtype == "bfloat16"
-        e4m3 = able and _has_float8(platform)
+        many = problem.activation_quant is None and problem.rows >= EXPAND_ROWS * problem.experts
+        e4m3 = able and _has_float8(platform) and not many  # two float8 products cost more than a bfloat16 one
         return [default_config(problem, "e4m3" if e4m3 else "bits")]
 
     def run(
@@ -110,12 +111,8 @@ class TritonImplementation(Implementation):
         """Puts one custom call into the caller's computation, which launches the kernels."""
         from jax_mxfp4_moe.implementations.triton import pipeline as launches
 
-        shuffled = operands.weights.layout == layout.TAG
-        if shuffled and config["product"] != "e4m3":
-            # Made for float8 products, which hold less than a float32 or float16 x: slow, and right.
-            operands, shuffled = operands._replace(weights=self.unprepare(operands.weights)), False
         leaves, structure = jax.tree.flatten(operands)
-        facts = launches.Facts(problem, config, shuffled)
+        facts = launches.Facts(problem, config, operands.weights.layout == layout.TAG)
         slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers().values()))
         inputs = tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves)
         plan = Plan(

@@ -57,22 +57,22 @@ class Facts:
 
     @functools.cached_property
     def mode(self) -> int:
-        """`decode.SHUFFLED`, `decode.E4M3` or `decode.BITS`."""
+        """How operands are made, of those in `decode`."""
         if self.shuffled:
-            return decode.SHUFFLED.value
+            return decode.SHUFFLED.value if self.config["product"] == "e4m3" else decode.WIDE.value
         return decode.E4M3.value if self.config["product"] == "e4m3" else decode.BITS.value
 
     @functools.cached_property
     def expands(self) -> bool:
         """Whether weights are decoded beforehand, into the workspace."""
-        return self.shuffled and bool(self.config["expand"])
+        return self.mode == decode.WIDE.value or (self.shuffled and bool(self.config["expand"]))
 
     @functools.cached_property
     def planes(self) -> int:
         """Rows of operands that stand for one row."""
         if self.problem.activation_quant == "mxfp4":
             return 1
-        if self.mode != decode.BITS.value:
+        if self.mode >= decode.E4M3.value:
             return 2
         return {"bfloat16": 1, "float16": 2, "float32": 3}[self.problem.dtype]
 
@@ -100,7 +100,7 @@ class Facts:
     def buffers(self) -> dict[str, BufferSpec]:
         """Everything between x and y, by name."""
         p, tiles = self.problem, self.tiles
-        planes = "bfloat16" if self.mode == decode.BITS.value else "float8_e4m3fn"
+        planes = "float8_e4m3fn" if self.mode >= decode.E4M3.value else "bfloat16"
         wide = {}
         if self.expands:
             up = (p.experts, 2 * p.intermediate, self.padded(p.hidden))
@@ -244,7 +244,8 @@ class TritonSteps:
             return stack
         k, wide = f.padded(n), self.buffers[name]
         grid = (k // layout.GROUP, -(-rows // 128), f.problem.experts)
-        self.launch(product.expand, grid, *stack, self.buffers["offsets"], wide, N=rows, K=k, ROWS=128, PTX=self.ptx)
+        constants = {"N": rows, "K": k, "ROWS": 128, "WIDE": f.mode == decode.WIDE.value, "PTX": self.ptx}
+        self.launch(product.expand, grid, *stack, self.buffers["offsets"], wide, **constants)
         return Packed(wide, stack.scales)
 
     def _lists(self) -> tuple[Any, ...]:
@@ -262,7 +263,7 @@ class TritonSteps:
             "TILE": config["tile_rows"],
             "BLOCK_K": block_k,
             "GROUP": config["group"],
-            "MODE": decode.EXPANDED.value if f.expands else f.mode,
+            "MODE": decode.EXPANDED.value if f.expands and f.mode == decode.SHUFFLED.value else f.mode,
             "PTX": self.ptx,
             "STAGES": config[f"stages{stage}"],
             "num_warps": config[f"warps{stage}"],

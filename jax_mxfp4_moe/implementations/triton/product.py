@@ -75,7 +75,7 @@ def multiply(
     BLOCKS: tl.constexpr = BLOCK_K // 32
     HALF: tl.constexpr = BLOCK_K // 2
     acc = tl.zeros((ROWS, N), tl.float32)
-    if MODE == 3:
+    if MODE == 1 or MODE == 4:
         codes += expert.to(tl.int64) * WEIGHT_ROWS * K
         scales += expert.to(tl.int64) * (WEIGHT_ROWS * (K // 32 + 1))
         at = tl.arange(0, BLOCK_K)
@@ -83,30 +83,32 @@ def multiply(
             wp = codes + w[:, None] * K + (k + at)[None, :]
             xp = x + rows[None, :] * K + (k + at)[:, None]
             if K % BLOCK_K == 0:
-                part = tl.dot(tl.load(wp), tl.load(xp, mask=mask[None, :], other=0.0))
+                wt, xt = tl.load(wp), tl.load(xp, mask=mask[None, :], other=0.0)
             else:
                 inside = k + at < K
-                part = tl.dot(
-                    tl.load(wp, mask=inside[None, :], other=0.0),
-                    tl.load(xp, mask=mask[None, :] & inside[:, None], other=0.0),
-                )
-            acc += part
-        base = tl.load(scales + WEIGHT_ROWS * (K // 32) + w).to(tl.int32)
-        acc *= (power_of_two(base) * 0.015625)[:, None]
-    elif MODE == 2:
+                wt = tl.load(wp, mask=inside[None, :], other=0.0)
+                xt = tl.load(xp, mask=mask[None, :] & inside[:, None], other=0.0)
+            if MODE == 1:
+                acc = tl.dot(wt, xt, acc)
+            else:
+                # The tensor core keeps some 13 bits of a float8 sum, so that a sum never runs over more than one block of K.
+                acc += tl.dot(wt, xt)
+        if MODE == 4:
+            base = tl.load(scales + WEIGHT_ROWS * (K // 32) + w).to(tl.int32)
+            acc *= (power_of_two(base) * 0.015625)[:, None]
+    elif MODE == 3:
         codes += expert.to(tl.int64) * (WEIGHT_ROWS * K // 2)
         scales += expert.to(tl.int64) * (WEIGHT_ROWS * (K // 32 + 1))
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             c, d = load_shuffled(codes, scales, w, k, WEIGHT_ROWS, K, BLOCK_K)
             first, second = shuffled_to_e4m3(c, d, ROWS, BLOCKS, PTX)
             x0, x1 = load_operand(x, rows, mask, k, K, BLOCK_K)
-            # The tensor core keeps some 13 bits of a float8 sum, so that a sum never runs over more than one block of K.
             part = tl.dot(first, x0)
             part = tl.dot(second, x1, part)
             acc += part
         base = tl.load(scales + WEIGHT_ROWS * (K // 32) + w).to(tl.int32)
         acc *= (power_of_two(base) * 0.015625)[:, None]  # 2 ** (5 - FOLD)
-    elif MODE == 1:
+    elif MODE == 2:
         w = expert.to(tl.int64) * WEIGHT_ROWS + w
         widest = tl.zeros((ROWS, BLOCKS), tl.int32)
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -158,14 +160,20 @@ def add_planes(acc, ROWS: tl.constexpr, TILE: tl.constexpr, STACK: tl.constexpr,
         return acc
     else:
         acc = tl.reshape(acc, (ROWS, STACK, TILE))
-        if MODE >= 1:
+        if MODE >= 2:
             acc *= tl.where(tl.arange(0, STACK) == 0, 1.0, 0.03125)[None, :, None]
         return tl.sum(acc, axis=1)
 
 
 @triton.jit
-def expand(codes, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr):
-    """Decodes the experts that own a row into E4M3, out [E, N, K] in the order of `decode.position`. Grid: E, ceil(N / ROWS), K / 128."""
+def expand(
+    codes, scales, offsets, out,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Decodes the experts that own a row, out [E, N, K] in the order of `decode.position`. Grid: K / 128, ceil(N / ROWS), E.
+
+    With WIDE into bfloat16, else into E4M3 without the row's scale.
+    """
     e = tl.program_id(2)
     if tl.load(offsets + e + 1) > tl.load(offsets + e):
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -174,6 +182,11 @@ def expand(codes, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: 
         scales += e.to(tl.int64) * (N * (K // 32 + 1))
         c, d = load_shuffled(codes, scales, tl.minimum(n, N - 1), group * 128, N, K, 128)
         first, second = shuffled_to_e4m3(c, d, ROWS, 4, PTX)
+        if WIDE:
+            base = tl.load(scales + N * (K // 32) + tl.minimum(n, N - 1)).to(tl.int32)
+            scale = power_of_two(base)[:, None]
+            first = (first.to(tl.float32) * 0.015625 * scale).to(tl.bfloat16)
+            second = (second.to(tl.float32) * 0.015625 * scale).to(tl.bfloat16)
         at = out + e.to(tl.int64) * N * K + n[:, None] * K + (group * 64 + tl.arange(0, 64))[None, :]
         tl.store(at, first, mask=n[:, None] < N)
         tl.store(at + K // 2, second, mask=n[:, None] < N)

@@ -60,7 +60,7 @@ def split_row(
     """Writes the operand form of one row."""
     row = row.to(tl.int64)
     out = planes + row * PLANES * PADDED
-    if MODE >= 1:
+    if MODE >= 2:
         amax = 0
         for block in range(0, K // 32, BLOCKS):
             v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)

@@ -79,7 +79,7 @@ def stage1(
         acc = add_planes(acc, ROWS, TILE, STACK, MODE)
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        if MODE >= 1:
+        if MODE >= 2:
             acc *= tl.load(row_scales + slot // TOP_K, mask=m < end, other=0.0)[None, :]
         if WEIGHTED:
             acc *= tl.load(topk_weights + slot, mask=m < end, other=0.0)[None, :]

@@ -35,7 +35,7 @@ def stage2(
         acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE)
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        if MODE >= 1:
+        if MODE >= 2:
             acc *= tl.load(row_scales + m, mask=m < end, other=0.0)[None, :]
         if HAS_BIAS:
             acc += tl.load(bias + e.to(tl.int64) * D + w).to(tl.float32)[:, None]
