@@ -62,7 +62,7 @@ def shuffled(a: Packed) -> Packed:
     d = torch.nn.functional.pad(11 - (base[..., None] - a.scales), (0, 4 * groups - half // 16))
     codes = torch.nn.functional.pad(a.codes, (0, 64 * groups - half))
     codes = codes.view(experts, rows, groups, 4, 4, 4).permute(0, 2, 1, 4, 3, 5)
-    shift = torch.tensor([3, 7, 3, 7], dtype=torch.uint8, device="cuda")
+    shift = torch.tensor([3, 7, 3, 7], dtype=torch.uint8, device=codes.device)
     first, second = codes[..., [0, 0, 1, 1]] >> shift & 1, codes[..., [2, 2, 3, 3]] >> shift & 1
     codes = (codes & 0x77) | first << 7 | second << 3
     d = d.view(experts, rows, groups, 4).permute(0, 2, 1, 3).reshape(experts, -1)
@@ -175,9 +175,23 @@ def facts_of(problem: MoeProblem, **changes) -> launches.Facts:
 
 
 def warm(job) -> str | None:
-    problem, changes, specs = job
+    """Compiles the kernels of one config, or only those whose name starts with `only`."""
+    problem, changes, specs, only = job
+    facts, device = facts_of(problem, **changes), torch.device("cuda")
+
+    def compile_only(kernel, *args, **constants):
+        if kernel.__name__.startswith(only):
+            launches.compile_only(kernel, *args, **constants)
+
+    def tiny(spec):
+        return torch.empty(16, dtype=getattr(torch, spec.dtype), device=device)
+
     try:
-        launches.warm(facts_of(problem, **changes), specs, moe.pipeline, torch.device("cuda"))
+        buffers = {name: tiny(spec) for name, spec in facts.buffers().items()}
+        buffers["offsets"] = torch.empty(problem.experts + 1, dtype=torch.int32, device=device)
+        operands = launches.tensors_of(problem, [tiny(spec) for spec in specs])
+        y = tiny(BufferSpec((), problem.out_dtype))
+        moe.pipeline(launches.TritonSteps(facts, operands, buffers, y, True, compile_only), operands)
     except Exception as error:  # noqa: BLE001 - a config that does not fit
         return f"{changes}: {type(error).__name__}: {str(error)[:300]}"
     return None
@@ -254,11 +268,11 @@ def main() -> None:
     jobs = []
     for name, quant, changes in plan.get("layers", []):
         p = problem_of(name, quant)[0]
-        jobs.append((p, changes, specs_of(p)))
-    for name, quant, _, space, base, _ in plan.get("sweeps", []):
+        jobs.append((p, changes, specs_of(p), ""))
+    for name, quant, stage, space, base, _ in plan.get("sweeps", []):
         p = problem_of(name, quant)[0]
         for values in itertools.product(*space.values()):
-            jobs.append((p, {**base, **dict(zip(space, values, strict=True))}, specs_of(p)))
+            jobs.append((p, {**base, **dict(zip(space, values, strict=True))}, specs_of(p), stage))
     warm_all(jobs)
     for name, quant, changes in plan.get("layers", []):
         try:
