@@ -141,7 +141,7 @@ def default_config(problem: MoeProblem, product: str) -> Config:
     """A sane config for `problem`, from its shape alone."""
     average = problem.rows / max(1, min(problem.experts, problem.rows))
     planes = 1 if problem.activation_quant == "mxfp4" or (product == "bits" and problem.dtype == "bfloat16") else 2
-    most = 128 // planes if product == "e4m3" else 64
+    most = 128 // planes if product == "e4m3" else 128 if average >= EXPAND_ROWS else 64
     tile_rows = min(most, max(16 // planes, 1 << max(0, round(average * 1.2) - 1).bit_length()))
     wide = tile_rows * planes >= 128
     return Config.of(
