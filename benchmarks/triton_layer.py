@@ -26,7 +26,7 @@ from jax_mxfp4_moe.implementations.torch import Packed, dequantize
 from jax_mxfp4_moe.implementations.torch import quantize as torch_quantize
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec
 from jax_mxfp4_moe.implementations.triton import pipeline as launches
-from jax_mxfp4_moe.implementations.triton.implementation import EXPAND_ROWS, default_config
+from jax_mxfp4_moe.implementations.triton.implementation import WIDE_ROWS, default_config
 from jax_mxfp4_moe.problem import MoeProblem
 
 PEERS = {  # best peer's microseconds, bfloat16 activations, measured on another day on the same kind of device
@@ -169,7 +169,7 @@ def replay_us(calls: list) -> float:
 def facts_of(problem: MoeProblem, **changes) -> launches.Facts:
     prepared = changes.pop("prepared", True)
     able = problem.dtype == "bfloat16" or problem.activation_quant
-    many = problem.activation_quant is None and problem.rows >= EXPAND_ROWS * problem.experts
+    many = problem.activation_quant is None and problem.rows >= WIDE_ROWS * problem.experts
     config = default_config(problem, changes.pop("product", "e4m3" if able and not many else "bits"))
     return launches.Facts(problem, Config.of({**dict(config.items), **changes}), prepared)
 

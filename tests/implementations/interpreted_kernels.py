@@ -12,7 +12,8 @@ from cases import X_DTYPES, random_case
 
 from jax_mxfp4_moe import moe, testing
 from jax_mxfp4_moe.implementations.base import Config
-from jax_mxfp4_moe.implementations.triton import decode, layout, pipeline
+from jax_mxfp4_moe.implementations.triton import layout, pipeline
+from jax_mxfp4_moe.implementations.triton.decode import shuffled_to_e4m3, spread, to_e4m3
 from jax_mxfp4_moe.implementations.triton.implementation import default_config
 from jax_mxfp4_moe.mxfp4 import dequantize
 from jax_mxfp4_moe.quantize import ROUNDINGS, SCALE_RULES, quantize
@@ -180,16 +181,16 @@ def _decode(codes, d, out, MODE: tl.constexpr):
     c = tl.load(codes + r[:, None] * 64 + i[None, :])
     f = tl.load(d + r[:, None] * 4 + j[None, :])
     if MODE == 3:
-        a, b = decode.shuffled_to_e4m3(c, f, 16, 4, False)
+        a, b = shuffled_to_e4m3(c, f, 16, 4, False)
     else:
-        a, b = decode.to_e4m3(c, decode.spread((f * 8).to(tl.int8), 16, 4), 16, 64, False)
+        a, b = to_e4m3(c, spread((f * 8).to(tl.int8), 16, 4), 16, 64, False)
     tl.store(out + r[:, None] * 128 + i[None, :], a.to(tl.float32))
     tl.store(out + 64 + r[:, None] * 128 + i[None, :], b.to(tl.float32))
 
 
 @pytest.mark.parametrize("mode", [2, 3])
 def test_float8_weights_are_exact(mode):
-    """All bytes, all twelve exponents: code * 2 ** (d - 5), in the order of `decode.position`."""
+    """All bytes, all twelve exponents: code * 2 ** (d - 5), in the order of `decode.quad_position`."""
     rng = np.random.default_rng(0)
     codes = np.concatenate([np.arange(256), rng.integers(0, 256, 768)]).astype(np.uint8).reshape(16, 64)
     d = (np.arange(64) % 12).reshape(16, 4).astype(np.int32)

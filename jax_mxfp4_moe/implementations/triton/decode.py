@@ -1,7 +1,7 @@
 """Device functions that turn MXFP4 bytes into operands of a matrix product, and the order of K that goes with each.
 
 A byte holds the elements 2i (low nibble) and 2i + 1 (high nibble). Each function returns two tensors of the bytes' shape that
-together hold every element; the other operand must be stored in the same order, which `position` gives. So the packed layout is
+together hold every element; the other operand must be stored in the same order, which `quad_position` gives. So the packed layout is
 read as it is, and no nibble ever moves to another byte.
 """
 
@@ -24,14 +24,17 @@ FOLD = tl.constexpr(11)
 
 
 @triton.jit
-def position(k, K: tl.constexpr, MODE: tl.constexpr):
-    """Where element k of a row of K goes: the first tensor's elements, then those of the second."""
+def quad_position(block, quad, b, K: tl.constexpr, MODE: tl.constexpr):
+    """Where element 32 block + 4 quad + b of a row of K goes: the first tensor's elements, then those of the second.
+
+    Written as a multiple of 4 plus b where it is one, so that the compiler sees four neighbours.
+    """
     if MODE == 1 or MODE >= 3:
-        return ((k >> 2) & 1) * (K // 2) + (k >> 7) * 64 + ((k >> 3) & 3) * 16 + ((k >> 5) & 3) * 4 + (k & 3)
+        return (quad % 2) * (K // 2) + ((block // 4) * 16 + (quad // 2) * 4 + block % 4) * 4 + b
     elif MODE == 2:
-        return ((k >> 2) & 1) * (K // 2) + (k >> 3) * 4 + (k & 3)
+        return (quad % 2) * (K // 2) + (block * 4 + quad // 2) * 4 + b
     else:
-        return (k & 1) * (K // 2) + (k >> 1)
+        return (b % 2) * (K // 2) + block * 16 + quad * 2 + b // 2
 
 
 @triton.jit
@@ -106,8 +109,8 @@ def to_e4m3(codes, fold, ROWS: tl.constexpr, BYTES: tl.constexpr, PTX: tl.conste
         return first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
     else:
         fold = fold.to(tl.int32)
-        low = _e4m3_bits(codes.to(tl.int32) & 15, fold)
-        high = _e4m3_bits(codes.to(tl.int32) >> 4, fold)
+        low = e4m3_bits(codes.to(tl.int32) & 15, fold)
+        high = e4m3_bits(codes.to(tl.int32) >> 4, fold)
         # [.., byte pair of four, byte of pair, nibble] -> pairs apart
         both = tl.reshape(tl.join(low, high), (ROWS, BYTES // 4, 2, 4))
         first, second = tl.split(tl.permute(both, (0, 1, 3, 2)))
@@ -119,7 +122,8 @@ def to_e4m3(codes, fold, ROWS: tl.constexpr, BYTES: tl.constexpr, PTX: tl.conste
 
 
 @triton.jit
-def _e4m3_bits(code, fold):
+def e4m3_bits(code, fold):
+    """Bits of code * 2 ** (fold / 8 - 5) in E4M3, all int32."""
     magnitude = code & 7
     bits = tl.where(magnitude >= 2, magnitude * 4 + 8, 8) + fold
     return tl.where(magnitude == 0, 0, bits) | ((code & 8) << 4)
@@ -159,8 +163,8 @@ def shuffled_to_e4m3(codes, d, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl
         fold = spread_shuffled(d * 8, ROWS, BLOCKS)
         both = tl.reshape(tl.join(codes & 7, (codes >> 4) & 7), (ROWS, BYTES // 4, 2, 4))
         first, second = tl.split(tl.permute(both, (0, 1, 3, 2)))
-        first = _e4m3_bits(tl.reshape(first, (ROWS, BYTES)), fold) | (codes & 0x80)
-        second = _e4m3_bits(tl.reshape(second, (ROWS, BYTES)), fold) | ((codes & 8) << 4)
+        first = e4m3_bits(tl.reshape(first, (ROWS, BYTES)), fold) | (codes & 0x80)
+        second = e4m3_bits(tl.reshape(second, (ROWS, BYTES)), fold) | ((codes & 8) << 4)
         return (
             first.to(tl.uint8).to(tl.float8e4nv, bitcast=True),
             second.to(tl.uint8).to(tl.float8e4nv, bitcast=True),

@@ -24,8 +24,10 @@ MIN_CAPABILITY = 80
 E4M3_ARCHS = ("sm_90",)
 """Where products of E4M3 values were measured."""
 MAX_EXPERTS = 4096
-EXPAND_ROWS = 256
+EXPAND_ROWS = 100
 """Rows of an average expert from which prepared weights are decoded once for all, into the workspace."""
+WIDE_ROWS = 512
+"""Rows of an average expert from which bfloat16 activations are multiplied as bfloat16."""
 
 
 class TritonImplementation(Implementation):
@@ -94,7 +96,7 @@ class TritonImplementation(Implementation):
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
         """By the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that."""
         able = problem.activation_quant == "mxfp4" or problem.dtype == "bfloat16"
-        many = problem.activation_quant is None and problem.rows >= EXPAND_ROWS * problem.experts
+        many = problem.activation_quant is None and problem.rows >= WIDE_ROWS * problem.experts
         e4m3 = able and _has_float8(platform) and not many  # two float8 products cost more than a bfloat16 one
         return [default_config(problem, "e4m3" if e4m3 else "bits")]
 
@@ -138,26 +140,34 @@ def _with_stacks(weights: MoeWeights, gate_up: Mxfp4Array, down: Mxfp4Array) -> 
 
 
 def default_config(problem: MoeProblem, product: str) -> Config:
-    """A sane config for `problem`, from its shape alone."""
+    """A sane config for `problem`, from its shape alone; the numbers are from sweeps on an H200."""
     average = problem.rows / max(1, min(problem.experts, problem.rows))
     planes = 1 if problem.activation_quant == "mxfp4" or (product == "bits" and problem.dtype == "bfloat16") else 2
-    most = 128 // planes if product == "e4m3" else 128 if average >= EXPAND_ROWS else 64
-    tile_rows = min(most, max(16 // planes, 1 << max(0, round(average * 1.2) - 1).bit_length()))
-    wide = tile_rows * planes >= 128
-    return Config.of(
-        {
-            "product": product,
-            "tile_rows": tile_rows,
-            "group": 8 if average > 2 * tile_rows else 1,
-            "block_f": 64 if problem.intermediate > 32 else 32,
-            "block_k1": 128 if tile_rows * planes >= 64 else 256,
-            "warps1": 8 if wide else 4,
-            "stages1": 3,
-            "block_d": 128 if problem.hidden > 64 else 64,
-            "block_k2": 128 if tile_rows * planes >= 64 else 256,
-            "warps2": 8 if wide else 4,
-            "stages2": 3,
-            "span": 4,
-            "expand": int(average >= EXPAND_ROWS),
-        }
-    )
+    expand = average >= EXPAND_ROWS
+    most = 128 // planes if product == "e4m3" else 128 if expand else 64
+    tile_rows = min(most, max(16 // planes, 1 << max(0, round(average * 0.9) - 1).bit_length()))
+    columns = tile_rows * planes
+    values = {
+        "product": product,
+        "tile_rows": tile_rows,
+        "group": 8 if average > 2 * tile_rows else 1,
+        "block_f": 64 if problem.intermediate > 32 else 32,
+        "block_k1": 128,
+        "warps1": 8 if columns >= 128 else 4,
+        "stages1": 4 if columns <= 64 else 3,
+        "block_d": 128 if problem.hidden > 64 else 64,
+        "block_k2": 128,
+        "warps2": 8 if columns >= 128 else 4,
+        "stages2": 3,
+        "span": 1,
+        "expand": int(expand),
+    }
+    if problem.intermediate <= 512 and columns <= 64 and not expand:  # one step of stage 2 holds all of F
+        values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "span": 8 if columns <= 32 else 4}
+        if columns <= 32 and problem.intermediate <= 256:
+            values["block_d"] = 64
+    if expand and product == "e4m3":
+        values |= {"block_k1": 256, "block_k2": 256, "stages1": 3, "stages2": 3}
+    elif expand and problem.dtype == "bfloat16":
+        values |= {"block_f": 128, "block_k1": 64, "stages1": 3, "block_d": 256, "block_k2": 64, "stages2": 3}
+    return Config.of(values)

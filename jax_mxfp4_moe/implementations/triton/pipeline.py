@@ -78,8 +78,8 @@ class Facts:
 
     @functools.cached_property
     def width(self) -> int:
-        """A power of two above the number of experts."""
-        return max(16, 1 << self.problem.experts.bit_length())
+        """A power of two above the number of experts, and no fewer than the threads that scan it."""
+        return max(128, 1 << self.problem.experts.bit_length())
 
     @functools.cached_property
     def tiles(self) -> int:
@@ -243,9 +243,10 @@ class TritonSteps:
         if not f.expands:
             return stack
         k, wide = f.padded(n), self.buffers[name]
-        grid = (k // layout.GROUP, -(-rows // 128), f.problem.experts)
-        constants = {"N": rows, "K": k, "ROWS": 128, "WIDE": f.mode == decode.WIDE.value, "PTX": self.ptx}
-        self.launch(product.expand, grid, *stack, self.buffers["offsets"], wide, **constants)
+        grid = (k // layout.GROUP, -(-rows // 32), f.problem.experts)
+        constants = {"N": rows, "K": k, "ROWS": 32, "WIDE": f.mode == decode.WIDE.value}
+        words = stack.codes.view(torch.int32)
+        self.launch(product.expand, grid, words, stack.scales, self.buffers["offsets"], wide, **constants)
         return Packed(wide, stack.scales)
 
     def _lists(self) -> tuple[Any, ...]:

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
-from jax_mxfp4_moe.implementations.triton.decode import FOLD, power_of_two, shuffled_to_e4m3, spread, to_bfloat16, to_e4m3
+from jax_mxfp4_moe.implementations.triton.decode import (
+    FOLD,
+    e2m1_to_float32,
+    e4m3_bits,
+    power_of_two,
+    shuffled_to_e4m3,
+    spread,
+    to_bfloat16,
+    to_e4m3,
+)
 
 
 @triton.jit
@@ -167,26 +176,33 @@ def add_planes(acc, ROWS: tl.constexpr, TILE: tl.constexpr, STACK: tl.constexpr,
 
 @triton.jit
 def expand(
-    codes, scales, offsets, out,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Decodes the experts that own a row, out [E, N, K] in the order of `decode.position`. Grid: K / 128, ceil(N / ROWS), E.
+    words, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Decodes the experts that own a row, out [E, N, K] in the order of `decode.quad_position`. Grid: K / 128, ceil(N / ROWS), E.
 
-    With WIDE into bfloat16, else into E4M3 without the row's scale.
+    words: the shuffled codes, four bytes at a time, int32. With WIDE into bfloat16, else into E4M3 without the row's scale.
     """
     e = tl.program_id(2)
     if tl.load(offsets + e + 1) > tl.load(offsets + e):
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        row = tl.minimum(n, N - 1)
         group = tl.program_id(0)
-        codes += e.to(tl.int64) * (N * K // 2)
+        words += e.to(tl.int64) * (N * K // 8) + group * (N * 16)
         scales += e.to(tl.int64) * (N * (K // 32 + 1))
-        c, d = load_shuffled(codes, scales, tl.minimum(n, N - 1), group * 128, N, K, 128)
-        first, second = shuffled_to_e4m3(c, d, ROWS, 4, PTX)
+        t = tl.arange(0, 16)
+        b = tl.arange(0, 4)[None, None, :]
+        word = tl.load(words + row[:, None] * 16 + t[None, :])[:, :, None]
+        d = tl.load(scales + group * (N * 4) + row[:, None] * 4 + (t % 4)[None, :]).to(tl.int32)
+        first = ((word >> (4 * b)) & 7) | (((word >> (8 * b + 7)) & 1) << 3)
+        second = ((word >> (4 * b + 16)) & 7) | (((word >> (8 * b + 3)) & 1) << 3)
+        at = out + e.to(tl.int64) * N * K + (n * K)[:, None, None] + (group * 64 + t[None, :, None] * 4 + b)
+        inside = tl.broadcast_to(n[:, None, None] < N, (ROWS, 16, 4))
         if WIDE:
-            base = tl.load(scales + N * (K // 32) + tl.minimum(n, N - 1)).to(tl.int32)
-            scale = power_of_two(base)[:, None]
-            first = (first.to(tl.float32) * 0.015625 * scale).to(tl.bfloat16)
-            second = (second.to(tl.float32) * 0.015625 * scale).to(tl.bfloat16)
-        at = out + e.to(tl.int64) * N * K + n[:, None] * K + (group * 64 + tl.arange(0, 64))[None, :]
-        tl.store(at, first, mask=n[:, None] < N)
-        tl.store(at + K // 2, second, mask=n[:, None] < N)
+            base = tl.load(scales + N * (K // 32) + row).to(tl.int32)
+            scale = power_of_two(tl.maximum(base[:, None] + d - FOLD, 0))[:, :, None]
+            tl.store(at, (e2m1_to_float32(first) * scale).to(tl.bfloat16), mask=inside)
+            tl.store(at + K // 2, (e2m1_to_float32(second) * scale).to(tl.bfloat16), mask=inside)
+        else:
+            fold = 8 * d[:, :, None]
+            tl.store(at, e4m3_bits(first, fold).to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside)
+            tl.store(at + K // 2, e4m3_bits(second, fold).to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside)

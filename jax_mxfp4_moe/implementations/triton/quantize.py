@@ -1,6 +1,6 @@
 """Steps 2 and 4: rows are brought to the operand form of the products, rounded to MXFP4 on the way where the problem asks for it.
 
-The operand form of a row is PLANES rows of K elements whose weighted sum is the row, in the order of `decode.position`:
+The operand form of a row is PLANES rows of K elements whose weighted sum is the row, in the order of `decode.quad_position`:
 
   BITS  bfloat16 planes, weight 1: one holds a bfloat16 row or MXFP4 values, two a float16 row and three a float32 row. Exact.
   E4M3  float8 planes times a power of two a row: one holds MXFP4 values, two (weights 1 and 2 ** -5) a bfloat16 row. Exact where
@@ -10,7 +10,7 @@ The operand form of a row is PLANES rows of K elements whose weighted sum is the
 import triton
 import triton.language as tl
 
-from jax_mxfp4_moe.implementations.triton.decode import e2m1_to_float32, position, power_of_two
+from jax_mxfp4_moe.implementations.triton.decode import e2m1_to_float32, power_of_two, quad_position
 
 
 @triton.jit
@@ -43,12 +43,13 @@ def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
 def load_row(
     x, row, block, K: tl.constexpr, BLOCKS: tl.constexpr, QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr
 ):
-    """Blocks `block`, `block + 1`, ... of one row, as float32 [BLOCKS, 32], 0 past K; and their element numbers."""
-    k = (block + tl.arange(0, BLOCKS))[:, None] * 32 + tl.arange(0, 32)[None, :]
-    v = tl.load(x + row * K + k, mask=k < K, other=0.0).to(tl.float32)
+    """Blocks `block`, `block + 1`, ... of one row, as float32 [BLOCKS, 8, 4], 0 past K."""
+    blocks = block + tl.arange(0, BLOCKS)[:, None, None]
+    k = blocks * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
+    v = tl.load(x + row * K + k, mask=blocks < K // 32, other=0.0).to(tl.float32)
     if QUANT:
-        v = round_to_mxfp4(v, CARRY, HALF_AWAY)
-    return v, k
+        v = tl.reshape(round_to_mxfp4(tl.reshape(v, (BLOCKS, 32)), CARRY, HALF_AWAY), (BLOCKS, 8, 4))
+    return v
 
 
 @triton.jit
@@ -63,35 +64,35 @@ def split_row(
     if MODE >= 2:
         amax = 0
         for block in range(0, K // 32, BLOCKS):
-            v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-            amax = tl.maximum(amax, tl.max(tl.max(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0))
+            v = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+            bits = tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (BLOCKS * 32,))
+            amax = tl.maximum(amax, tl.max(bits, axis=0))
         # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too.
         exponent = tl.minimum(tl.maximum(261 - (amax >> 23), 1), 254)
         up = (exponent << 23).to(tl.float32, bitcast=True)
         down = tl.where(amax >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
         tl.store(row_scales + row, down)
-        for block in range(0, PADDED // 32, BLOCKS):
-            v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-            at = position(k, PADDED, MODE)
+    for block in range(0, PADDED // 32, BLOCKS):
+        v = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+        blocks = block + tl.arange(0, BLOCKS)[:, None, None]
+        at = quad_position(blocks, tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :], PADDED, MODE)
+        inside = tl.broadcast_to(blocks < PADDED // 32, (BLOCKS, 8, 4))
+        if MODE >= 2:
             v = tl.where(amax >= 0x7F800000, 0.0, v * up)
             high = v.to(tl.float8e4nv)
-            tl.store(out + at, high, mask=k < PADDED)
+            tl.store(out + at, high, mask=inside)
             if PLANES == 2:
-                tl.store(out + PADDED + at, ((v - high.to(tl.float32)) * 32.0).to(tl.float8e4nv), mask=k < PADDED)
-    else:
-        for block in range(0, PADDED // 32, BLOCKS):
-            v, k = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-            at = position(k, PADDED, MODE)
-            if PLANES == 1:
-                tl.store(out + at, v.to(tl.bfloat16), mask=k < PADDED)
-            else:
-                for plane in tl.static_range(PLANES):
-                    # The upper half of a float32 is a bfloat16; what is left of v is then exact.
-                    bits = v.to(tl.int32, bitcast=True)
-                    part = (bits & -65536).to(tl.float32, bitcast=True)
-                    part = tl.where(v == v, part, float("nan"))
-                    tl.store(out + plane * PADDED + at, part.to(tl.bfloat16), mask=k < PADDED)
-                    v = tl.where((bits & 0x7F800000) == 0x7F800000, 0.0, v - part)
+                tl.store(out + PADDED + at, ((v - high.to(tl.float32)) * 32.0).to(tl.float8e4nv), mask=inside)
+        elif PLANES == 1:
+            tl.store(out + at, v.to(tl.bfloat16), mask=inside)
+        else:
+            for plane in tl.static_range(PLANES):
+                # The upper half of a float32 is a bfloat16; what is left of v is then exact.
+                bits = v.to(tl.int32, bitcast=True)
+                part = (bits & -65536).to(tl.float32, bitcast=True)
+                part = tl.where(v == v, part, float("nan"))
+                tl.store(out + plane * PADDED + at, part.to(tl.bfloat16), mask=inside)
+                v = tl.where((bits & 0x7F800000) == 0x7F800000, 0.0, v - part)
 
 
 @triton.jit
