@@ -146,6 +146,20 @@ def call(layer: Layer, facts: launches.Facts, buffers: dict, i: int = 0, only: s
     moe.pipeline(launches.TritonSteps(facts, operands, buffers, layer.y, True, launch), operands)
 
 
+def routed(layer: Layer, buffers: dict, facts: launches.Facts) -> bool:
+    """Whether the last call with ids[0] sorted its rows as torch does."""
+    p, ids = layer.problem, layer.ids[0].flatten()
+    counts = torch.bincount(ids, minlength=p.experts)
+    tiles = -(-counts // facts.config["tile_rows"])
+    count = int(buffers["tile_count"])
+    return (
+        torch.equal(buffers["order"].long(), torch.argsort(ids, stable=True))
+        and torch.equal(buffers["offsets"][1:].long(), counts.cumsum(0))
+        and count == int(tiles.sum())
+        and torch.equal(buffers["tile_expert"][:count].long(), torch.arange(p.experts, device="cuda").repeat_interleave(tiles))
+    )
+
+
 def replay_us(calls: list) -> float:
     """Median over replays of a graph of `calls`, for one of them."""
     graph = torch.cuda.CUDAGraph()
@@ -181,7 +195,7 @@ def warm(job) -> str | None:
 
     def compile_only(kernel, *args, **constants):
         if kernel.__name__.startswith(only):
-            launches.compile_only(kernel, *args, **constants)
+            kernel.warmup(*args[1:], grid=args[0], **constants)
 
     def tiny(spec):
         return torch.empty(16, dtype=getattr(torch, spec.dtype), device=device)
@@ -219,7 +233,7 @@ def time_layer(name: str, quant: str | None, parts: bool, **changes) -> dict:
     layer.y.fill_(float("nan"))
     call(layer, facts, buffers)
     torch.cuda.synchronize()
-    error = layer.error()
+    error = layer.error() if routed(layer, buffers, facts) else float("nan")
     bound, by, hit = layer.bound_us()
     us = replay_us([lambda i=i: call(layer, facts, buffers, i) for i in range(sets)])
     row = {"case": name, "quant": quant, "hit": hit, "bound": round(bound, 1), "by": by, "us": round(us, 1),

@@ -16,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_mxfp4_moe import mxfp4_moe, prepare, testing
+from jax_mxfp4_moe.device import platforms
+from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
 from jax_mxfp4_moe.testing import relative_error
 
 NAMES = ("xla", "torch", "triton")
@@ -56,6 +58,13 @@ def check(case: Case, name: str, activation_quant, **options) -> jax.Array:
     expected = case.expected(activation_quant=activation_quant, **options)
     assert relative_error(np.asarray(y, np.float64), expected) <= TOLERANCES[dtype, activation_quant]
     return y
+
+
+def sums_in_float8(case: Case, name: str, activation_quant) -> bool:
+    """Whether the implementation multiplies this on float8 tensor cores here."""
+    problem = case.problem(activation_quant)
+    config = dict(IMPLEMENTATIONS[name].configs(problem, platforms()[0])[0].items)
+    return config.get("product") == "e4m3"
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -154,7 +163,7 @@ def test_bfloat16_rounds_where_it_is_said_to(name, dtype, activation_quant):
     y = case.run(implementation=name, activation_quant=activation_quant)
     expected = case.expected(activation_quant=activation_quant, out_dtype=dtype)
     differing = np.mean(np.asarray(y, np.float64) != expected)
-    assert differing < 0.02
+    assert differing < (0.1 if sums_in_float8(case, name, activation_quant) else 0.02)  # 13 bits of a partial sum
 
 
 @pytest.mark.parametrize(
@@ -266,7 +275,9 @@ def test_preferred_element_type(name, dtype, out):
     expected = case.expected()
     assert relative_error(np.asarray(y, np.float64), expected) <= TOLERANCES["bfloat16", None]
     if out == "float32":  # the sum is not rounded to bfloat16 on the way
-        assert relative_error(np.asarray(y, np.float64), expected) <= 3e-4  # one bf16 rounding of h may fall otherwise
+        # One bf16 rounding of h may fall otherwise; float8 tensor cores keep some 13 bits of a partial sum.
+        limit = 1e-3 if sums_in_float8(case, name, None) else 3e-4
+        assert relative_error(np.asarray(y, np.float64), expected) <= limit
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

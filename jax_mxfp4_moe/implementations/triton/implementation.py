@@ -116,16 +116,17 @@ class TritonImplementation(Implementation):
         leaves, structure = jax.tree.flatten(operands)
         facts = launches.Facts(problem, config, operands.weights.layout == layout.TAG)
         slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers().values()))
+        compiled: dict = {}
         inputs = tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves)
         plan = Plan(
             name=f"triton {problem}",
             key=("triton", problem, config.items, str(structure), tuple(str(leaf.dtype) for leaf in leaves)),
-            run=functools.partial(launches.run, facts, slots, pipeline),
+            run=functools.partial(launches.run, facts, slots, pipeline, compiled),
             inputs=inputs,
             outputs=(BufferSpec((problem.tokens, problem.hidden), problem.out_dtype),),
             workspace_bytes=workspace_bytes,
             capturable=True,
-            warm=functools.partial(launches.warm, facts, inputs, pipeline),
+            warm=functools.partial(launches.warm, facts, inputs, pipeline, compiled),
         )
         return torch_call.call(plan, *leaves, bridge=bridge)[0]
 

@@ -146,11 +146,32 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     kernel[grid](*args, **constants)
 
 
-def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Compiles a kernel and loads it onto the device, so that a later `launch` may be captured."""
-    compiled = kernel.warmup(*args, grid=grid, **constants)
-    if hasattr(compiled, "_init_handles"):
-        compiled._init_handles()
+class Compiled:
+    """The kernels of one plan on one device, in the order of their launches.
+
+    A later call launches them without Triton's look-up by types and alignments, which takes longer than most of them run.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: list[tuple[Any, tuple[Any, ...]]] = []
+        self.launches = 0
+
+    def compile(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Compiles a kernel and loads it onto the device, so that launches may be captured."""
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        if hasattr(compiled, "_init_handles"):
+            compiled._init_handles()
+        self._kernels.append((compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])))
+
+    def launcher(self) -> Launch:
+        """A `launch` for one call."""
+        kernels = iter(self._kernels)
+
+        def launch_next(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+            compiled, rest = next(kernels)
+            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+
+        return launch_next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,23 +308,45 @@ def tensors_of(problem: MoeProblem, inputs: Sequence[Any]) -> Operands:
     return Operands(x, TritonWeights(gate_up, down, gate_up_bias, down_bias), topk_weights, topk_ids)  # type: ignore[arg-type]
 
 
+ALIGNMENT = 16
+"""What kernels are compiled for. XLA's buffers have it; a call with another one takes Triton's own way."""
+
+
 def run(
-    facts: Facts, slots: Any, pipeline: Pipeline, inputs: list, outputs: list, workspace: torch.Tensor
+    facts: Facts,
+    slots: Any,
+    pipeline: Pipeline,
+    compiled: dict[int, Compiled],
+    inputs: list,
+    outputs: list,
+    workspace: torch.Tensor,
 ) -> None:
-    """What the bridge calls."""
+    """What the bridge calls. `compiled` holds what `warm` made, by device."""
     buffers = dict(zip(facts.buffers(), carve(workspace, slots), strict=True))
     operands = tensors_of(facts.problem, inputs)
-    pipeline(TritonSteps(facts, operands, buffers, outputs[0], has_ptx()), operands)
+    aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in (*inputs, *outputs, workspace))
+    ready = compiled.get(workspace.device.index) if aligned else None
+    how = launch if ready is None else ready.launcher()
+    pipeline(TritonSteps(facts, operands, buffers, outputs[0], has_ptx(), how), operands)
 
 
-def warm(facts: Facts, inputs: Sequence[BufferSpec], pipeline: Pipeline, device: torch.device) -> None:
+def warm(
+    facts: Facts,
+    inputs: Sequence[BufferSpec],
+    pipeline: Pipeline,
+    compiled: dict[int, Compiled],
+    device: torch.device,
+) -> None:
     """Compiles every kernel of a call for `device`, on tensors of a few bytes."""
 
     def tiny(spec: BufferSpec) -> torch.Tensor:
         return torch.empty(16, dtype=getattr(torch, spec.dtype), device=device)
 
     buffers = {name: tiny(spec) for name, spec in facts.buffers().items()}
+    # `TritonSteps` passes the end of this one as a pointer, whose alignment then depends on the number of experts.
     buffers["offsets"] = torch.empty(facts.problem.experts + 1, dtype=torch.int32, device=device)
     operands = tensors_of(facts.problem, [tiny(spec) for spec in inputs])
     y = tiny(BufferSpec((), facts.problem.out_dtype))
-    pipeline(TritonSteps(facts, operands, buffers, y, has_ptx(), compile_only), operands)
+    kernels = Compiled()
+    pipeline(TritonSteps(facts, operands, buffers, y, has_ptx(), kernels.compile), operands)
+    compiled[device.index] = kernels
