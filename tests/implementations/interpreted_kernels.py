@@ -1,6 +1,6 @@
-"""Tests of every Triton kernel on a CPU, under the interpreter. Not collected by itself: `test_triton.py` runs it in a process of its own."""
+"""Tests of every Triton kernel on a CPU, under the interpreter; `test_triton.py` runs them in a process of their own."""
 
-import interpreter  # noqa: F401, I001 - before any kernel is defined
+import interpreter  # noqa: F401 - before any kernel is defined
 import jax
 import jax.numpy as jnp
 import numpy as np

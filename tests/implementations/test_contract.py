@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax_mxfp4_moe import mxfp4_moe, prepare, testing
 from jax_mxfp4_moe.device import platforms
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
+from jax_mxfp4_moe.mxfp4 import PACKED
 from jax_mxfp4_moe.testing import relative_error
 
 NAMES = ("xla", "torch", "triton")
@@ -424,7 +425,10 @@ def test_prepared_weights_give_the_same(name):
     case = random_case(biases=True)
     skip_unless_able(case, name, None)
     prepared = prepare(case.weights, name)
-    np.testing.assert_array_equal(case.run(weights=prepared, implementation=name), case.run(implementation=name))
+    y, expected = case.run(weights=prepared, implementation=name), case.run(implementation=name)
+    if prepared.layout == PACKED:
+        np.testing.assert_array_equal(y, expected)
+    assert relative_error(y, expected) <= TOLERANCES["float32", None]  # another layout may sum in another order
     again = prepare(prepared, name)
     assert jax.tree.structure(again) == jax.tree.structure(prepared)
     jax.tree.map(np.testing.assert_array_equal, again, prepared)

@@ -264,10 +264,10 @@ class TritonSteps:
         if not f.expands:
             return stack
         k, wide = f.padded(n), self.buffers[name]
-        grid = (k // layout.GROUP, -(-rows // 32), f.problem.experts)
-        constants = {"N": rows, "K": k, "ROWS": 32, "WIDE": f.mode == decode.WIDE.value}
-        words = stack.codes.view(torch.int32)
-        self.launch(product.expand, grid, words, stack.scales, self.buffers["offsets"], wide, **constants)
+        grid = (k // layout.GROUP, -(-rows // 64), f.problem.experts)
+        constants = {"N": rows, "K": k, "ROWS": 64, "WIDE": f.mode == decode.WIDE.value}
+        args = (stack.codes.view(torch.int32), stack.scales, self.buffers["offsets"], wide.view(torch.int32))
+        self.launch(product.expand, grid, *args, **constants)
         return Packed(wide, stack.scales)
 
     def _lists(self) -> tuple[Any, ...]:

@@ -6,7 +6,6 @@ import triton.language as tl
 from jax_mxfp4_moe.implementations.triton.decode import (
     FOLD,
     e2m1_to_float32,
-    e4m3_bits,
     power_of_two,
     shuffled_to_e4m3,
     spread,
@@ -175,34 +174,59 @@ def add_planes(acc, ROWS: tl.constexpr, TILE: tl.constexpr, STACK: tl.constexpr,
 
 
 @triton.jit
+def four_e4m3(m, d):
+    """Four magnitudes, one in the low bits of each byte, to the E4M3 bytes of code * 2 ** (d - 5); all in int32."""
+    some = (m + 0x7F7F7F7F) & -0x7F7F7F80  # bit 7 where the magnitude is not 0
+    two = (m + 0x7E7E7E7E) & -0x7F7F7F80  # and where it is above 1
+    bits = (m << 2) + 0x08080808 - (((some ^ two) >> 5) & 0x04040404) + d * 0x08080808
+    return bits & (((some >> 7) & 0x01010101) * 255)
+
+
+@triton.jit
+def two_bfloat16(even, odd, scale):
+    """Two codes to the bfloat16 values code * scale, in one int32."""
+    low = (e2m1_to_float32(even) * scale).to(tl.int32, bitcast=True)
+    high = (e2m1_to_float32(odd) * scale).to(tl.int32, bitcast=True)
+    return ((low >> 16) & 0xFFFF) | (high & -0x10000)
+
+
+@triton.jit
 def expand(
     words, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
 ):
     """Decodes the experts that own a row, out [E, N, K] in the order of `decode.quad_position`. Grid: K / 128, ceil(N / ROWS), E.
 
-    words: the shuffled codes, four bytes at a time, int32. With WIDE into bfloat16, else into E4M3 without the row's scale.
+    words: the shuffled codes, four bytes at a time, int32; so is out. With WIDE into bfloat16, else into E4M3 without the row's scale.
     """
     e = tl.program_id(2)
     if tl.load(offsets + e + 1) > tl.load(offsets + e):
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        inside = n[:, None] < N
         row = tl.minimum(n, N - 1)
         group = tl.program_id(0)
         words += e.to(tl.int64) * (N * K // 8) + group * (N * 16)
         scales += e.to(tl.int64) * (N * (K // 32 + 1))
         t = tl.arange(0, 16)
-        b = tl.arange(0, 4)[None, None, :]
-        word = tl.load(words + row[:, None] * 16 + t[None, :])[:, :, None]
+        word = tl.load(words + row[:, None] * 16 + t[None, :])
         d = tl.load(scales + group * (N * 4) + row[:, None] * 4 + (t % 4)[None, :]).to(tl.int32)
-        first = ((word >> (4 * b)) & 7) | (((word >> (8 * b + 7)) & 1) << 3)
-        second = ((word >> (4 * b + 16)) & 7) | (((word >> (8 * b + 3)) & 1) << 3)
-        at = out + e.to(tl.int64) * N * K + (n * K)[:, None, None] + (group * 64 + t[None, :, None] * 4 + b)
-        inside = tl.broadcast_to(n[:, None, None] < N, (ROWS, 16, 4))
         if WIDE:
             base = tl.load(scales + N * (K // 32) + row).to(tl.int32)
-            scale = power_of_two(tl.maximum(base[:, None] + d - FOLD, 0))[:, :, None]
-            tl.store(at, (e2m1_to_float32(first) * scale).to(tl.bfloat16), mask=inside)
-            tl.store(at + K // 2, (e2m1_to_float32(second) * scale).to(tl.bfloat16), mask=inside)
+            scale = power_of_two(tl.maximum(base[:, None] + d - FOLD, 0))
+            out += e.to(tl.int64) * (N * K // 2)
+            at = out + (n * (K // 2))[:, None] + group * 32 + tl.arange(0, 32)[None, :]
+            for half in tl.static_range(2):
+                # Sign of element b: bit 8 b + 7, or 8 b + 3 for the second four.
+                m = word if half == 0 else word >> 16
+                s = word if half == 0 else word << 4
+                first = two_bfloat16((m & 7) | ((s >> 4) & 8), ((m >> 4) & 7) | ((s >> 12) & 8), scale)
+                second = two_bfloat16(((m >> 8) & 7) | ((s >> 20) & 8), ((m >> 12) & 7) | ((s >> 28) & 8), scale)
+                both = tl.reshape(tl.join(first, second), (ROWS, 32))
+                tl.store(at + half * (K // 4), both, mask=inside)
         else:
-            fold = 8 * d[:, :, None]
-            tl.store(at, e4m3_bits(first, fold).to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside)
-            tl.store(at + K // 2, e4m3_bits(second, fold).to(tl.uint8).to(tl.float8e4nv, bitcast=True), mask=inside)
+            out += e.to(tl.int64) * (N * K // 4)
+            at = out + (n * (K // 4))[:, None] + group * 16 + t[None, :]
+            for half in tl.static_range(2):
+                m = word if half == 0 else word >> 16
+                s = word if half == 0 else word << 4
+                m = (m & 7) | ((m & 0x70) << 4) | ((m & 0x700) << 8) | ((m & 0x7000) << 12)
+                tl.store(at + half * (K // 8), four_e4m3(m, d) | (s & -0x7F7F7F80), mask=inside)

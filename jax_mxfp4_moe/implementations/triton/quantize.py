@@ -15,11 +15,11 @@ from jax_mxfp4_moe.implementations.triton.decode import e2m1_to_float32, power_o
 
 @triton.jit
 def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
-    """The values that `jax_mxfp4_moe.quantize` rounds x to, bit by bit; x: [blocks, 32] float32."""
+    """The values that `jax_mxfp4_moe.quantize` rounds x to, bit by bit; x: [blocks, 8, 4] float32."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    amax = tl.max(magnitude, axis=1)
-    scale = tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)[:, None]
+    amax = tl.max(tl.max(magnitude, axis=2), axis=1)[:, None, None]
+    scale = tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)
     field, mantissa = magnitude >> 23, magnitude & 0x7FFFFF
     quotient = (tl.maximum(field - scale + 127, 0) << 23) | mantissa
     power = ((105 - tl.minimum(scale, 64)) << 23).to(tl.float32, bitcast=True)
@@ -36,7 +36,7 @@ def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
     code += (scaled >= 0x40A00000 + e).to(tl.int32)
     code |= (bits >> 28) & 8
     value = e2m1_to_float32(code) * power_of_two(scale)
-    return tl.where(amax[:, None] >= 0x7F800000, float("nan"), value)
+    return tl.where(amax >= 0x7F800000, float("nan"), value)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def load_row(
     k = blocks * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     v = tl.load(x + row * K + k, mask=blocks < K // 32, other=0.0).to(tl.float32)
     if QUANT:
-        v = tl.reshape(round_to_mxfp4(tl.reshape(v, (BLOCKS, 32)), CARRY, HALF_AWAY), (BLOCKS, 8, 4))
+        v = round_to_mxfp4(v, CARRY, HALF_AWAY)
     return v
 
 
@@ -65,8 +65,8 @@ def split_row(
         amax = 0
         for block in range(0, K // 32, BLOCKS):
             v = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-            bits = tl.reshape(v.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (BLOCKS * 32,))
-            amax = tl.maximum(amax, tl.max(bits, axis=0))
+            bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            amax = tl.maximum(amax, tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0))
         # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too.
         exponent = tl.minimum(tl.maximum(261 - (amax >> 23), 1), 254)
         up = (exponent << 23).to(tl.float32, bitcast=True)
