@@ -1,7 +1,10 @@
 """Checks and times `triton` at the torch level, by CUDA-graph replay: whole layers, single kernels, and sweeps of configs.
 
-    python benchmarks/triton_layer.py layer [case ...]      the named cases, by their first config
-    python benchmarks/triton_layer.py sweep case stage      configs of one stage, best first
+    PYTHONPATH=. python benchmarks/triton_layer.py plan.json
+
+plan.json: {"layers": [[case, activation_quant, {config changes}], ...], "parts": true to time each kernel too,
+            "sweeps": [[case, activation_quant, stage, {parameter: values}, {config changes}, seconds], ...]}
+A case is r257i256m16 (experts, one of them shared, intermediate, tokens; hidden 7168, top-9) or ossm16 (32 experts, 2880 x 2880, top-4).
 
 Weights are drawn on the device. Every layer is compared with a float32 evaluation of some tokens before it is timed. `bound` is the larger
 of (bytes of the experts that are hit + activations) / 4218 GB/s and flops / 756 TFLOP/s.
@@ -239,7 +242,7 @@ def time_layer(name: str, quant: str | None, parts: bool, **changes) -> dict:
     row = {"case": name, "quant": quant, "hit": hit, "bound": round(bound, 1), "by": by, "us": round(us, 1),
            "over_bound": round(us / bound, 2), "peer": PEERS.get(name), "error": f"{error:.1e}"}  # fmt: skip
     if parts:
-        names = ["stage1", "split_rows", "stage2", "stage2_spans", "combine", "expand"] + (["route_few", "list_few"] if not facts.chunks else ["count_chunks", "add_chunks", "place"])
+        names = ["stage1", "split_rows", "stage2", "stage2_spans", "combine", "expand"] + (["route_few", "list_few"] if not facts.chunks else ["count_chunks", "place"])  # add_chunks works in place
         used = set()
         call(layer, facts, buffers, 0, used)
         names = [n for n in names if n in used]
@@ -290,7 +293,7 @@ def main() -> None:
     warm_all(jobs)
     for name, quant, changes in plan.get("layers", []):
         try:
-            print(json.dumps(time_layer(name, quant, True, **changes)), flush=True)
+            print(json.dumps(time_layer(name, quant, plan.get("parts", True), **changes)), flush=True)
         except Exception as error:  # noqa: BLE001
             print(name, quant, "FAILED", type(error).__name__, str(error)[:400], flush=True)
         torch.cuda.empty_cache()

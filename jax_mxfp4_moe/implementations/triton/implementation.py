@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 
 import jax
 
@@ -24,7 +25,7 @@ MIN_CAPABILITY = 80
 E4M3_ARCHS = ("sm_90",)
 """Where products of E4M3 values were measured."""
 MAX_EXPERTS = 4096
-EXPAND_ROWS = 100
+EXPAND_ROWS = 256
 """Rows of an average expert from which prepared weights are decoded once for all, into the workspace."""
 WIDE_ROWS = 512
 """Rows of an average expert from which bfloat16 activations are multiplied as bfloat16."""
@@ -73,6 +74,8 @@ class TritonImplementation(Implementation):
             return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
         if problem.experts > MAX_EXPERTS:
             return f"sorts by at most {MAX_EXPERTS} experts, found {problem.experts}"
+        if 2 * problem.intermediate * layout.padded(problem.hidden) >= 2**31:
+            return "counts the weights of one expert in 32 bits, and this one has more"
         return None
 
     def prepare(self, weights: MoeWeights) -> MoeWeights:
@@ -145,17 +148,18 @@ def default_config(problem: MoeProblem, product: str) -> Config:
     average = problem.rows / max(1, min(problem.experts, problem.rows))
     planes = 1 if problem.activation_quant == "mxfp4" or (product == "bits" and problem.dtype == "bfloat16") else 2
     expand = average >= EXPAND_ROWS
-    most = 128 // planes if product == "e4m3" else 128 if expand else 64
-    tile_rows = min(most, max(16 // planes, 1 << max(0, round(average * 0.9) - 1).bit_length()))
+    most = 128 // planes if expand else 64 // planes if product == "e4m3" else 64
+    tile_rows = min(most, max(16 // planes, 1 << (math.ceil(average * 0.9) - 1).bit_length()))
     columns = tile_rows * planes
+    wide = columns >= 128 or (columns >= 64 and average > 64)
     values = {
         "product": product,
         "tile_rows": tile_rows,
         "group": 8 if average > 2 * tile_rows else 1,
         "block_f": 64 if problem.intermediate > 32 else 32,
-        "block_k1": 128,
-        "warps1": 8 if columns >= 128 else 4,
-        "stages1": 4 if columns <= 64 else 3,
+        "block_k1": 256 if columns >= 64 and product == "e4m3" else 128,
+        "warps1": 8 if wide else 4,
+        "stages1": 3 if columns >= 64 else 4,
         "block_d": 128 if problem.hidden > 64 else 64,
         "block_k2": 128,
         "warps2": 8 if columns >= 128 else 4,
@@ -163,10 +167,12 @@ def default_config(problem: MoeProblem, product: str) -> Config:
         "span": 1,
         "expand": int(expand),
     }
-    if problem.intermediate <= 512 and columns <= 64 and not expand:  # one step of stage 2 holds all of F
-        values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "span": 8 if columns <= 32 else 4}
-        if columns <= 32 and problem.intermediate <= 256:
-            values["block_d"] = 64
+    if problem.intermediate <= 512 and not expand:  # one step of stage 2 holds all of F
+        values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "block_d": 64, "span": 8}
+        if wide:
+            values |= {"block_d": 128 if problem.hidden > 64 else 64, "span": 4, "warps2": 8}
+    elif problem.rows <= 16:  # too few tiles to fill the chip: halve them
+        values |= {"block_f": 32, "block_k1": 256, "block_d": 64, "block_k2": 256}
     if expand and product == "e4m3":
         values |= {"block_k1": 256, "block_k2": 256, "stages1": 3, "stages2": 3}
     elif expand and problem.dtype == "bfloat16":

@@ -64,11 +64,12 @@ def split_row(
     if MODE >= 2:
         amax = 0
         for block in range(0, K // 32, BLOCKS):
-            v = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+            v = load_row(x, row, block, K, BLOCKS, False, CARRY, HALF_AWAY)
             bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             amax = tl.maximum(amax, tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0))
-        # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too.
-        exponent = tl.minimum(tl.maximum(261 - (amax >> 23), 1), 254)
+        # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too. Rounding to MXFP4 may raise
+        # an element to the next power of two at most, which is left room for.
+        exponent = tl.minimum(tl.maximum((260 if QUANT else 261) - (amax >> 23), 1), 254)
         up = (exponent << 23).to(tl.float32, bitcast=True)
         down = tl.where(amax >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
         tl.store(row_scales + row, down)
