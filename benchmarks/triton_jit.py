@@ -17,12 +17,8 @@ for name in sys.argv[1:]:
     tokens = testing.sample_tokens(problem)[:: max(1, problem.tokens // 4)][:4]
     want = testing.reference(problem, case, tokens)
     prepared = prepare(case.weights, "triton")
-    layer = jax.jit(
-        functools.partial(mxfp4_moe, implementation="triton", bridge="graph", **testing.options(problem))
-    )
-    eager = jax.jit(
-        functools.partial(mxfp4_moe, implementation="triton", bridge="eager", **testing.options(problem))
-    )
+    layer = jax.jit(functools.partial(mxfp4_moe, implementation="triton", bridge="graph", **testing.options(problem)))
+    eager = jax.jit(functools.partial(mxfp4_moe, implementation="triton", bridge="eager", **testing.options(problem)))
     row = [name, prepared.layout]
     results = []
     for call in (eager, layer):

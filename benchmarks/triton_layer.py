@@ -18,6 +18,7 @@ import json
 import math
 import multiprocessing
 import os
+import pathlib
 import sys
 import time
 
@@ -49,9 +50,7 @@ def problem_of(name: str, quant: str | None) -> tuple[MoeProblem, int]:
 
 
 def packed(shape: tuple[int, ...], generator: torch.Generator) -> Packed:
-    codes = torch.randint(
-        0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device="cuda", generator=generator
-    )
+    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device="cuda", generator=generator)
     centre = 126 - round(math.log2(3 * math.sqrt(shape[-1])))
     noise = torch.randn((*shape[:-1], shape[-1] // 32), device="cuda", generator=generator) * 1.2
     return Packed(codes, (centre + noise.round().clamp(-6, 3)).to(torch.uint8))
@@ -101,11 +100,13 @@ class Layer:
         self.y = torch.empty(p.tokens, p.hidden, device="cuda", dtype=getattr(torch, p.out_dtype))
 
     def inputs(self, i: int, prepared: bool) -> list[torch.Tensor]:
+        """Of a call with routing i."""
         if prepared and not hasattr(self, "prepared"):
             self.prepared = [*shuffled(self.gate_up), *shuffled(self.down)]
         return [self.x, *(self.prepared if prepared else (*self.gate_up, *self.down)), self.weights[i], self.ids[i]]
 
     def bound_us(self) -> tuple[float, str, int]:
+        """The bound, by what, and the experts that are hit."""
         p = self.problem
         hit = sum(len(torch.unique(ids)) for ids in self.ids) / len(self.ids)
         memory = (hit * 3 * p.hidden * p.intermediate * 4.25 / 8 + 4 * p.tokens * p.hidden) / 4218e3
@@ -159,7 +160,9 @@ def routed(layer: Layer, buffers: dict, facts: launches.Facts) -> bool:
         torch.equal(buffers["order"].long(), torch.argsort(ids, stable=True))
         and torch.equal(buffers["offsets"][1:].long(), counts.cumsum(0))
         and count == int(tiles.sum())
-        and torch.equal(buffers["tile_expert"][:count].long(), torch.arange(p.experts, device="cuda").repeat_interleave(tiles))
+        and torch.equal(
+            buffers["tile_expert"][:count].long(), torch.arange(p.experts, device="cuda").repeat_interleave(tiles)
+        )
     )
 
 
@@ -225,7 +228,12 @@ def warm_all(jobs: list) -> None:
 
 
 def specs_of(p: MoeProblem) -> list[BufferSpec]:
-    return [BufferSpec((1,), p.dtype), *[BufferSpec((1,), "uint8")] * 4, BufferSpec((1,), "float32"), BufferSpec((1,), "int32")]
+    return [
+        BufferSpec((1,), p.dtype),
+        *[BufferSpec((1,), "uint8")] * 4,
+        BufferSpec((1,), "float32"),
+        BufferSpec((1,), "int32"),
+    ]
 
 
 def time_layer(name: str, quant: str | None, parts: bool, **changes) -> dict:
@@ -242,11 +250,14 @@ def time_layer(name: str, quant: str | None, parts: bool, **changes) -> dict:
     row = {"case": name, "quant": quant, "hit": hit, "bound": round(bound, 1), "by": by, "us": round(us, 1),
            "over_bound": round(us / bound, 2), "peer": PEERS.get(name), "error": f"{error:.1e}"}  # fmt: skip
     if parts:
-        names = ["stage1", "split_rows", "stage2", "stage2_spans", "combine", "expand"] + (["route_few", "list_few"] if not facts.chunks else ["count_chunks", "place"])  # add_chunks works in place
+        names = ["stage1", "split_rows", "stage2", "stage2_spans", "combine", "expand", "route_few", "list_few"]
+        names += ["count_chunks", "place"]  # add_chunks works in place
         used = set()
         call(layer, facts, buffers, 0, used)
         names = [n for n in names if n in used]
-        row["parts"] = {n: round(replay_us([lambda n=n: call(layer, facts, buffers, 0, n)] * (4 * sets)), 1) for n in names}
+        row["parts"] = {
+            n: round(replay_us([lambda n=n: call(layer, facts, buffers, 0, n)] * (4 * sets)), 1) for n in names
+        }
     row["config"] = str(facts.config)
     return row
 
@@ -280,7 +291,7 @@ def sweep(name: str, quant: str | None, stage: str, space: dict[str, list], base
 
 
 def main() -> None:
-    plan = json.loads(open(sys.argv[1]).read())
+    plan = json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     jobs = []
     for name, quant, changes in plan.get("layers", []):

@@ -106,7 +106,9 @@ def test_activations(activation, options):
     case = random_case(tokens=6, biases=True)
     y, _ = run(case, None, "bits", activation=activation, **options)
     problem = case.problem(activation=activation, **options)
-    arguments = testing.Case(*map(jnp.asarray, (case.x,)), case.weights, *map(jnp.asarray, (case.topk_weights, case.topk_ids)))
+    arguments = testing.Case(
+        *map(jnp.asarray, (case.x,)), case.weights, *map(jnp.asarray, (case.topk_weights, case.topk_ids))
+    )
     expected = testing.reference(problem, arguments)
     assert relative_error(y, expected) <= TOLERANCES["float32", None]
 

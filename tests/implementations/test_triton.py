@@ -43,12 +43,11 @@ def _compiled(target, problem, product, **changes):
     from jax_mxfp4_moe.implementations.torch_call import BufferSpec
     from jax_mxfp4_moe.implementations.triton.pipeline import Facts
 
-    shuffled = changes.pop("shuffled", False)
+    shuffled = dict(changes).pop("shuffled", False)
     config = Config.of({**dict(default_config(problem, product).items), **changes})
-    small = {"float32": 1, "uint8": 1}
     inputs = [BufferSpec((1,), problem.dtype), *[BufferSpec((1,), "uint8")] * 4]
     inputs += [BufferSpec((1,), "float32")] * (problem.has_gate_up_bias + problem.has_down_bias)
-    inputs += [BufferSpec((1,), name) for name in small if name == "float32"] + [BufferSpec((1,), "int32")]
+    inputs += [BufferSpec((1,), "float32"), BufferSpec((1,), "int32")]
     return compile_for(target, Facts(problem, config, shuffled), inputs, ptx=target == "sm_90")
 
 
@@ -60,7 +59,12 @@ PREFILL = MoeProblem(4096, 4, 32, 2880, 2880, activation="swiglu_oai", activatio
 @pytest.mark.parametrize("target", ["gfx950", "gfx942"])
 @pytest.mark.parametrize(
     "problem",
-    [DECODE, PREFILL, MoeProblem(16, 9, 257, 7168, 256, activation_quant="mxfp4"), MoeProblem(5, 2, 8, 96, 160, "float32")],
+    [
+        DECODE,
+        PREFILL,
+        MoeProblem(16, 9, 257, 7168, 256, activation_quant="mxfp4"),
+        MoeProblem(5, 2, 8, 96, 160, "float32"),
+    ],
     ids=["decode", "prefill", "quantized", "float32"],
 )
 def test_kernels_compile_for_gfx950_and_gfx942(target, problem):
@@ -81,7 +85,13 @@ def test_kernels_compile_for_gfx950_and_gfx942(target, problem):
 @pytest.mark.parametrize("changes", [{}, {"expand": 1}, {"product": "bits"}], ids=["shuffled", "expanded", "wide"])
 def test_float8_kernels_compile_for_sm_90(changes):
     """The layout's kernels multiply by wgmma, and weights reach it from registers without a detour."""
-    kernels = _compiled("sm_90", DECODE, "e4m3", shuffled=True, **changes)
+    kernels = _compiled(
+        "sm_90",
+        DECODE,
+        dict(changes).pop("product", "e4m3"),
+        shuffled=True,
+        **{k: v for k, v in changes.items() if k != "product"},
+    )
     for name in ("stage1", "stage2", "stage2_spans"):
         if name in kernels:
             assert "wgmma.mma_async" in kernels[name].asm["ptx"], name
@@ -134,4 +144,4 @@ def test_prepare_leaves_weights_packed_where_there_are_no_float8_products():
 
 def test_why_not_on_a_cpu():
     sentence = IMPLEMENTATIONS["triton"].why_not(None, "cpu")
-    assert "not installed" in sentence or sentence == "runs on cuda and rocm, found cpu"
+    assert sentence == "runs on cuda and rocm, found cpu"

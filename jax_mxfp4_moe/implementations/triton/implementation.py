@@ -49,23 +49,25 @@ class TritonImplementation(Implementation):
     extra = "triton"
 
     def missing(self) -> str | None:
-        """Needs torch and triton."""
-        for package in ("triton", "torch"):
-            if importlib.util.find_spec(package) is None:
-                return f"needs {package}, which is not installed: pip install 'jax_mxfp4_moe[triton]'"
+        """Needs triton and torch."""
+        if importlib.util.find_spec("triton") is None:
+            return "is not installed: pip install 'jax_mxfp4_moe[triton]'"
+        if importlib.util.find_spec("torch") is None:
+            return "needs torch, which is not installed: pip install 'jax_mxfp4_moe[triton]'"
         return None
 
     def why_not(self, problem: MoeProblem | None, platform: str) -> str | None:
-        """Needs triton, a GPU that it compiles for, and torch built for that."""
-        if (missing := self.missing()) is not None:
-            return missing
+        """Needs a GPU that triton compiles for, torch built for that, and triton."""
         if platform not in ("cuda", "rocm"):
             return f"runs on cuda and rocm, found {platform}"
-        import torch
+        if importlib.util.find_spec("torch") is not None:
+            import torch
 
-        built_for = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-        if built_for != platform:
-            return f"needs torch built for {platform}, found torch {torch.__version__} built for {built_for}"
+            built_for = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+            if built_for != platform:
+                return f"needs torch built for {platform}, found torch {torch.__version__} built for {built_for}"
+        if (missing := self.missing()) is not None:
+            return missing
         if platform == "cuda" and int(device.arch(platform).removeprefix("sm_")) < MIN_CAPABILITY:
             return f"needs compute capability 8.0 or later, found {device.arch(platform)}"
         if problem is None:

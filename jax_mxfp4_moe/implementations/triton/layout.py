@@ -2,11 +2,12 @@
 
 For each expert, of N rows and K columns padded to G groups of 128 columns (4 blocks):
 
-  codes    [G, N, 64] bytes. A group's bytes are reordered so that each of four neighbouring threads reads the bytes of one block: byte b
-           of chunk i of block j comes to lie at 16 i + 4 j + b. In every four bytes, which hold elements e0 .. e7, the magnitudes stay where they
-           are, and the signs move: that of e0 .. e3 to bit 7 of bytes 0 .. 3, that of e4 .. e7 to bit 3.
-  scales   [G, N, 4] bytes d, then [N] bytes `base`: the scale byte of a block is base + d - 11. d = 12 marks a block of zeros whose scale byte
-           is 0.
+  codes    [G, N, 64] bytes. A group's bytes are reordered so that each of four neighbouring threads reads the bytes of one
+           block: byte b of chunk i of block j comes to lie at 16 i + 4 j + b. In every four bytes, which hold elements e0 .. e7,
+           the magnitudes stay where they are, and the signs move: that of e0 .. e3 to bit 7 of bytes 0 .. 3, that of e4 .. e7 to
+           bit 3.
+  scales   [G, N, 4] bytes d, then [N] bytes `base`: the scale byte of a block is base + d - 11. d = 12 marks a block of zeros
+           whose scale byte is 0.
 
 Rows whose scales lie further apart than 12 binades do not fit, nor do NaN scales; `fits` says so, and such weights stay packed.
 The arrays keep the shapes [E, N, Kp / 2] and [E, N, Kp / 32 + 1], of which only the number of bytes has a meaning.
@@ -80,5 +81,3 @@ def unshuffle(a: Mxfp4Array) -> Mxfp4Array:
     scale = jnp.where(d == ZEROS, 0, base[..., None] + d - FOLD).astype(jnp.uint8)
     codes = codes.reshape(experts, rows, 64 * groups)[..., : length // 2]
     return Mxfp4Array(codes, scale, length=length, layout=PACKED)
-
-

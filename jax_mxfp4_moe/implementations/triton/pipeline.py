@@ -200,7 +200,9 @@ class TritonSteps:
             scan = min(1024, max(32, 1 << (p.rows - 1).bit_length()))
             constants = {**tile, "SCAN": scan, "LIST": lists_too, **splitting, "num_warps": 8}
             grid = (first + ranks + p.tokens,)
-            self.launch(route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks, **constants)
+            self.launch(
+                route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks, **constants
+            )
             if not lists_too:
                 self.launch(route.list_few, (1,), *lists, **tile)
             return
@@ -242,7 +244,12 @@ class TritonSteps:
         block, constant = config["block_d"], self._product(p.intermediate, "2")
         down = self._expanded("down", down, p.hidden, p.intermediate)
         args = (*h, *down, bias, topk_weights, *self._lists(), rows)
-        constants = {"D": p.hidden, "HAS_BIAS": bias is not None, "WEIGHTED": not p.apply_router_weight_on_input, "BLOCK_D": block}
+        constants = {
+            "D": p.hidden,
+            "HAS_BIAS": bias is not None,
+            "WEIGHTED": not p.apply_router_weight_on_input,
+            "BLOCK_D": block,
+        }
         columns = -(-p.hidden // block)
         one_step = constant["K"] <= constant["BLOCK_K"] and p.hidden % block == 0
         if f.mode == constant["MODE"] == decode.SHUFFLED.value and config["span"] > 1 and one_step:

@@ -191,9 +191,7 @@ def two_bfloat16(even, odd, scale):
 
 
 @triton.jit
-def expand(
-    words, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr
-):
+def expand(words, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
     """Decodes the experts that own a row, out [E, N, K] in the order of `decode.quad_position`. Grid: K / 128, ceil(N / ROWS), E.
 
     words: the shuffled codes, four bytes at a time, int32; so is out. With WIDE into bfloat16, else into E4M3 without the row's scale.

@@ -41,7 +41,14 @@ def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
 
 @triton.jit
 def load_row(
-    x, row, block, K: tl.constexpr, BLOCKS: tl.constexpr, QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr
+    x,
+    row,
+    block,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    QUANT: tl.constexpr,
+    CARRY: tl.constexpr,
+    HALF_AWAY: tl.constexpr,
 ):
     """Blocks `block`, `block + 1`, ... of one row, as float32 [BLOCKS, 8, 4], 0 past K."""
     blocks = block + tl.arange(0, BLOCKS)[:, None, None]

@@ -127,7 +127,15 @@ def count_chunks(
 
 @triton.jit
 def add_chunks(
-    counts, offsets, tile_expert, tile_row, tile_count, chunks, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
+    counts,
+    offsets,
+    tile_expert,
+    tile_row,
+    tile_count,
+    chunks,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Turns counts into each chunk's first row among those of its expert; one program."""
     e = tl.arange(0, WIDTH)

@@ -94,7 +94,10 @@ def stage2_spans(
 
 @triton.jit
 def combine(rows, topk_ids, y, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """y [tokens, D]: the sum of each token's rows, in the order of its slots; rows of skipped slots are not read. Grid: ceil(D / BLOCK), tokens."""
+    """y [tokens, D]: the sum of each token's rows in the order of its slots; those of skipped slots are not read.
+
+    Grid: tokens, ceil(D / BLOCK).
+    """
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
