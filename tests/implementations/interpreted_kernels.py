@@ -119,7 +119,7 @@ def test_router_weight_on_input():
     assert relative_error(y, case.expected(apply_router_weight_on_input=True)) <= TOLERANCES["float32", None]
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (7, 3, 5), (200, 4, 33), (4099, 2, 40)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (7, 3, 5), (200, 4, 33), (520, 16, 40)])
 def test_routing(tokens, top_k, experts):
     """The same order as the reference, by each of the three ways; every row in one tile, of its expert."""
     problem = random_case(tokens=1, hidden=32, intermediate=32).problem()
