@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from jax_mxfp4_moe.implementations.base import Implementation
 from jax_mxfp4_moe.implementations.torch import TorchImplementation
+from jax_mxfp4_moe.implementations.triton.implementation import TritonImplementation
 from jax_mxfp4_moe.implementations.xla import XlaImplementation
 from jax_mxfp4_moe.mxfp4 import PACKED
 from jax_mxfp4_moe.problem import MoeProblem
 
-IMPLEMENTATIONS: dict[str, Implementation] = {i.name: i for i in (TorchImplementation(), XlaImplementation())}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    i.name: i for i in (TritonImplementation(), TorchImplementation(), XlaImplementation())
+}
 
-PREFERENCE: tuple[str, ...] = ("xla", "torch")
+PREFERENCE: tuple[str, ...] = ("triton", "xla", "torch")
 """Names to try, in order, when the caller leaves the choice open."""
 
 

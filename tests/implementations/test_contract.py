@@ -18,9 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_mxfp4_moe import mxfp4_moe, prepare, testing
+from jax_mxfp4_moe.device import platforms
+from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
+from jax_mxfp4_moe.mxfp4 import PACKED
 from jax_mxfp4_moe.testing import relative_error
 
-NAMES = ("xla", "torch")
+NAMES = ("xla", "torch", "triton")
 # Float32 problems with quantized activations are drawn far from every tie (see far_from_ties), so that no code may flip
 # and the tolerance of plain float32 holds for them too.
 TOLERANCES = {**testing.TOLERANCES, ("float32", "mxfp4"): testing.TOLERANCES["float32", None]}
@@ -58,6 +61,13 @@ def check(case: Case, name: str, activation_quant, **options) -> jax.Array:
     expected = case.expected(activation_quant=activation_quant, **options)
     assert relative_error(np.asarray(y, np.float64), expected) <= TOLERANCES[dtype, activation_quant]
     return y
+
+
+def sums_in_float8(case: Case, name: str, activation_quant) -> bool:
+    """Whether the implementation multiplies this on float8 tensor cores here."""
+    problem = case.problem(activation_quant)
+    config = dict(IMPLEMENTATIONS[name].configs(problem, platforms()[0])[0].items)
+    return config.get("product") == "e4m3"
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -156,7 +166,7 @@ def test_bfloat16_rounds_where_it_is_said_to(name, dtype, activation_quant):
     y = case.run(implementation=name, activation_quant=activation_quant)
     expected = case.expected(activation_quant=activation_quant, out_dtype=dtype)
     differing = np.mean(np.asarray(y, np.float64) != expected)
-    assert differing < 0.02
+    assert differing < (0.1 if sums_in_float8(case, name, activation_quant) else 0.02)  # 13 bits of a partial sum
 
 
 @pytest.mark.parametrize(
@@ -306,7 +316,9 @@ def test_preferred_element_type(name, dtype, out):
     expected = case.expected()
     assert relative_error(np.asarray(y, np.float64), expected) <= TOLERANCES["bfloat16", None]
     if out == "float32":  # the sum is not rounded to bfloat16 on the way
-        assert relative_error(np.asarray(y, np.float64), expected) <= 3e-4  # one bf16 rounding of h may fall otherwise
+        # One bf16 rounding of h may fall otherwise; float8 tensor cores keep some 13 bits of a partial sum.
+        limit = 1e-3 if sums_in_float8(case, name, None) else 3e-4
+        assert relative_error(np.asarray(y, np.float64), expected) <= limit
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -558,7 +570,10 @@ def test_prepared_weights_give_the_same(name):
     case = random_case(biases=True)
     skip_unless_able(case, name, None)
     prepared = prepare(case.weights, name)
-    np.testing.assert_array_equal(case.run(weights=prepared, implementation=name), case.run(implementation=name))
+    y, expected = case.run(weights=prepared, implementation=name), case.run(implementation=name)
+    if prepared.layout == PACKED:
+        np.testing.assert_array_equal(y, expected)
+    assert relative_error(y, expected) <= TOLERANCES["float32", None]  # another layout may sum in another order
     again = prepare(prepared, name)
     assert jax.tree.structure(again) == jax.tree.structure(prepared)
     jax.tree.map(np.testing.assert_array_equal, again, prepared)

@@ -1,0 +1,1 @@
+"""`triton`: the five steps as Triton kernels. Start at `implementation.py`; only `pipeline.py` and its kernels import triton."""

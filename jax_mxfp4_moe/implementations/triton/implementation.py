@@ -1,0 +1,182 @@
+"""`triton`: the pipeline as Triton kernels on XLA's buffers, through the bridge. NVIDIA from sm_80 on and AMD.
+
+No count is read on the host and nothing is allocated, so that XLA may record a call into a command buffer: grids are upper
+bounds from the static shapes, and programs without work leave at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+
+import jax
+
+from jax_mxfp4_moe import device
+from jax_mxfp4_moe.implementations import torch_call
+from jax_mxfp4_moe.implementations.base import Config, Implementation, Operands, Pipeline
+from jax_mxfp4_moe.implementations.torch_call import BufferSpec, Plan
+from jax_mxfp4_moe.implementations.triton import layout
+from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array
+from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.weights import MoeWeights
+
+MIN_CAPABILITY = 80
+E4M3_ARCHS = ("sm_90",)
+"""Where products of E4M3 values were measured."""
+MAX_EXPERTS = 4096
+EXPAND_ROWS = 256
+"""Rows of an average expert from which prepared weights are decoded once for all, into the workspace."""
+WIDE_ROWS = 512
+"""Rows of an average expert from which bfloat16 activations are multiplied as bfloat16."""
+
+
+class TritonImplementation(Implementation):
+    """Triton kernels.
+
+    Config:
+      product: "bits" (bfloat16 products; prepared weights are decoded beforehand) or "e4m3" (float8 products of exactly converted
+        weights; sm_90, for x in bfloat16 or quantized activations).
+      tile_rows: rows of one expert in a tile.   group: row tiles that share a column tile in turn.
+      block_f, block_k1, warps1, stages1: columns of h and elements of D in a step of stage 1, warps and load stages.
+      block_d, block_k2, warps2, stages2: the same for stage 2.
+      span: column tiles that a program of stage 2 goes over, where one step holds all of F.
+      expand: 1 to decode prepared weights once, into a workspace of a byte a weight.
+    """
+
+    name = "triton"
+    layouts = (PACKED, layout.TAG)
+    extra = "triton"
+
+    def missing(self) -> str | None:
+        """Needs triton and torch."""
+        if importlib.util.find_spec("triton") is None:
+            return "is not installed: pip install 'jax_mxfp4_moe[triton]'"
+        if importlib.util.find_spec("torch") is None:
+            return "needs torch, which is not installed: pip install 'jax_mxfp4_moe[triton]'"
+        return None
+
+    def why_not(self, problem: MoeProblem | None, platform: str) -> str | None:
+        """Needs a GPU that triton compiles for, torch built for that, and triton."""
+        if platform not in ("cuda", "rocm"):
+            return f"runs on cuda and rocm, found {platform}"
+        if importlib.util.find_spec("torch") is not None:
+            import torch
+
+            built_for = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+            if built_for != platform:
+                return f"needs torch built for {platform}, found torch {torch.__version__} built for {built_for}"
+        if (missing := self.missing()) is not None:
+            return missing
+        if platform == "cuda" and int(device.arch(platform).removeprefix("sm_")) < MIN_CAPABILITY:
+            return f"needs compute capability 8.0 or later, found {device.arch(platform)}"
+        if problem is None:
+            return None
+        if problem.activation_quant not in (None, "mxfp4"):
+            return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
+        if problem.experts > MAX_EXPERTS:
+            return f"sorts by at most {MAX_EXPERTS} experts, found {problem.experts}"
+        if 2 * problem.intermediate * layout.padded(problem.hidden) >= 2**31:
+            return "counts the weights of one expert in 32 bits, and this one has more"
+        return None
+
+    def prepare(self, weights: MoeWeights) -> MoeWeights:
+        """Brings weights to "triton:e4m3" where this machine has float8 products and every row's scales fit, else leaves them packed.
+
+        Not to be traced: it looks at the scales. Law: `unprepare(prepare(w))` is w.
+        """
+        if not _has_float8(device.platforms(weights.gate_up.codes)[0]):
+            return weights
+        both = (weights.gate_up, weights.down)
+        if not all(bool(layout.fits(a)) for a in both):
+            return weights
+        return _with_stacks(weights, *map(layout.shuffle, both))
+
+    def unprepare(self, weights: MoeWeights) -> MoeWeights:
+        """The inverse of `prepare`."""
+        if weights.layout == PACKED:
+            return weights
+        return _with_stacks(weights, layout.unshuffle(weights.gate_up), layout.unshuffle(weights.down))
+
+    def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
+        """By the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that."""
+        able = problem.activation_quant == "mxfp4" or problem.dtype == "bfloat16"
+        many = problem.activation_quant is None and problem.rows >= WIDE_ROWS * problem.experts
+        e4m3 = able and _has_float8(platform) and not many  # two float8 products cost more than a bfloat16 one
+        return [default_config(problem, "e4m3" if e4m3 else "bits")]
+
+    def run(
+        self,
+        operands: Operands,
+        problem: MoeProblem,
+        config: Config,
+        *,
+        platform: str,
+        pipeline: Pipeline,
+        bridge: str | None,
+    ) -> jax.Array:
+        """Puts one custom call into the caller's computation, which launches the kernels."""
+        from jax_mxfp4_moe.implementations.triton import pipeline as launches
+
+        leaves, structure = jax.tree.flatten(operands)
+        facts = launches.Facts(problem, config, operands.weights.layout == layout.TAG)
+        slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers().values()))
+        compiled: dict = {}
+        inputs = tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        plan = Plan(
+            name=f"triton {problem}",
+            key=("triton", problem, config.items, str(structure), tuple(str(leaf.dtype) for leaf in leaves)),
+            run=functools.partial(launches.run, facts, slots, pipeline, compiled),
+            inputs=inputs,
+            outputs=(BufferSpec((problem.tokens, problem.hidden), problem.out_dtype),),
+            workspace_bytes=workspace_bytes,
+            capturable=True,
+            warm=functools.partial(launches.warm, facts, inputs, pipeline, compiled),
+        )
+        return torch_call.call(plan, *leaves, bridge=bridge)[0]
+
+
+def _has_float8(platform: str) -> bool:
+    return platform == "cuda" and device.arch(platform) in E4M3_ARCHS
+
+
+def _with_stacks(weights: MoeWeights, gate_up: Mxfp4Array, down: Mxfp4Array) -> MoeWeights:
+    quant = weights.activation_quant
+    return MoeWeights(gate_up, down, weights.gate_up_bias, weights.down_bias, activation_quant=quant)
+
+
+def default_config(problem: MoeProblem, product: str) -> Config:
+    """A sane config for `problem`, from its shape alone; the numbers are from sweeps on an H200."""
+    average = problem.rows / max(1, min(problem.experts, problem.rows))
+    planes = 1 if problem.activation_quant == "mxfp4" or (product == "bits" and problem.dtype == "bfloat16") else 2
+    expand = average >= EXPAND_ROWS
+    most = 128 // planes if expand else 64 // planes if product == "e4m3" else 64
+    tile_rows = min(most, max(16 // planes, 1 << (math.ceil(average * 0.9) - 1).bit_length()))
+    columns = tile_rows * planes
+    wide = columns >= 128 or (columns >= 64 and average > 64)
+    values = {
+        "product": product,
+        "tile_rows": tile_rows,
+        "group": 8 if average > 2 * tile_rows else 1,
+        "block_f": 64 if problem.intermediate > 32 else 32,
+        "block_k1": 256 if columns >= 64 and product == "e4m3" else 128,
+        "warps1": 8 if wide else 4,
+        "stages1": 3 if columns >= 64 else 4,
+        "block_d": 128 if problem.hidden > 64 else 64,
+        "block_k2": 128,
+        "warps2": 8 if columns >= 128 else 4,
+        "stages2": 3,
+        "span": 1,
+        "expand": int(expand),
+    }
+    if problem.intermediate <= 512 and not expand:  # one step of stage 2 holds all of F
+        values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "block_d": 64, "span": 8}
+        if wide:
+            values |= {"block_d": 128 if problem.hidden > 64 else 64, "span": 4, "warps2": 8}
+    elif problem.rows <= 16:  # too few tiles to fill the chip: halve them
+        values |= {"block_f": 32, "block_k1": 256, "block_d": 64, "block_k2": 256}
+    if expand and product == "e4m3":
+        values |= {"block_k1": 256, "block_k2": 256, "stages1": 3, "stages2": 3}
+    elif expand and problem.dtype == "bfloat16":
+        values |= {"block_f": 128, "block_k1": 64, "stages1": 3, "block_d": 256, "block_k2": 64, "stages2": 3}
+    return Config.of(values)

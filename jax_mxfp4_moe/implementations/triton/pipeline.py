@@ -1,0 +1,359 @@
+"""The five steps as launches on torch tensors, and the buffers between them. Imports triton; `implementation.py` does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_mxfp4_moe.implementations.base import Config, Operands, Pipeline
+from jax_mxfp4_moe.implementations.torch_call import BufferSpec, carve
+from jax_mxfp4_moe.implementations.triton import decode, layout, product, quantize, route, stage1, stage2
+from jax_mxfp4_moe.mxfp4 import BLOCK
+from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.quantize import SCALE_RULE_CARRY
+
+FEW_ROWS = 1 << route.SHIFT.value
+"""Up to here every slot is compared with all; beyond, the ids are counted in chunks first."""
+LIST_ROWS = 512
+"""Up to here one program counts rows and lists tiles beside those that rank; beyond, one more launch lists."""
+MAX_SPLIT_PROGRAMS = 4096
+
+
+class Packed(NamedTuple):
+    """MXFP4 values on the torch side: codes [..., n // 2] and scales [..., n // 32], uint8."""
+
+    codes: Any
+    scales: Any
+
+
+class TritonWeights(NamedTuple):
+    """`MoeWeights` on the torch side."""
+
+    gate_up: Packed
+    down: Packed
+    gate_up_bias: Any
+    down_bias: Any
+
+
+class Planes(NamedTuple):
+    """Rows in operand form (see `quantize.py`): planes [rows, PLANES, n], and a float32 factor for each row."""
+
+    planes: Any
+    row_scales: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is static in the launches of one problem under one config."""
+
+    problem: MoeProblem
+    config: Config
+    shuffled: bool = False
+    """Whether the weights are in the layout of `layout.py`."""
+
+    @functools.cached_property
+    def mode(self) -> int:
+        """How operands are made, of those in `decode`."""
+        if self.shuffled:
+            return decode.SHUFFLED.value if self.config["product"] == "e4m3" else decode.WIDE.value
+        return decode.E4M3.value if self.config["product"] == "e4m3" else decode.BITS.value
+
+    @functools.cached_property
+    def expands(self) -> bool:
+        """Whether weights are decoded beforehand, into the workspace."""
+        return self.mode == decode.WIDE.value or (self.shuffled and bool(self.config["expand"]))
+
+    @functools.cached_property
+    def planes(self) -> int:
+        """Rows of operands that stand for one row."""
+        if self.problem.activation_quant == "mxfp4":
+            return 1
+        if self.mode >= decode.E4M3.value:
+            return 2
+        return {"bfloat16": 1, "float16": 2, "float32": 3}[self.problem.dtype]
+
+    @functools.cached_property
+    def width(self) -> int:
+        """A power of two above the number of experts, and no fewer than the threads that scan it."""
+        return max(128, 1 << self.problem.experts.bit_length())
+
+    @functools.cached_property
+    def tiles(self) -> int:
+        """Most tiles that any routing can have."""
+        rows, experts = self.problem.rows, self.problem.experts
+        return min(rows, rows // self.config["tile_rows"] + min(experts, rows))
+
+    @functools.cached_property
+    def chunks(self) -> int:
+        """Chunks of slots that are counted; 0 if one launch does it all."""
+        rows = self.problem.rows
+        return 0 if rows <= FEW_ROWS else -(-rows // route.CHUNK.value)
+
+    def padded(self, n: int) -> int:
+        """Elements of an operand row of n: whole groups in the shuffled layout."""
+        return layout.padded(n) if self.shuffled else n
+
+    def buffers(self) -> dict[str, BufferSpec]:
+        """Everything between x and y, by name."""
+        p, tiles = self.problem, self.tiles
+        planes = "float8_e4m3fn" if self.mode >= decode.E4M3.value else "bfloat16"
+        wide = {}
+        if self.expands:
+            up = (p.experts, 2 * p.intermediate, self.padded(p.hidden))
+            down = (p.experts, p.hidden, self.padded(p.intermediate))
+            wide = {"gate_up": BufferSpec(up, planes), "down": BufferSpec(down, planes)}
+        return {
+            **wide,
+            "order": BufferSpec((p.rows,), "int32"),
+            "offsets": BufferSpec((p.experts + 1,), "int32"),
+            "tile_expert": BufferSpec((tiles,), "int32"),
+            "tile_row": BufferSpec((tiles,), "int32"),
+            "tile_count": BufferSpec((1,), "int32"),
+            "counts": BufferSpec((max(1, self.chunks), self.width), "int32"),
+            "x_planes": BufferSpec((p.tokens, self.planes, self.padded(p.hidden)), planes),
+            "x_scales": BufferSpec((p.tokens,), "float32"),
+            "h": BufferSpec((p.rows, p.intermediate), p.dtype),
+            "h_planes": BufferSpec((p.rows, self.planes, self.padded(p.intermediate)), planes),
+            "h_scales": BufferSpec((p.rows,), "float32"),
+            "rows": BufferSpec((p.rows, p.hidden), "float32"),
+        }
+
+    def splitting(self, n: int) -> dict[str, Any]:
+        """Arguments of `quantize.split_row` for rows of n elements."""
+        blocks = self.padded(n) // BLOCK
+        return {
+            "K": n,
+            "PADDED": self.padded(n),
+            "PLANES": self.planes,
+            "BLOCKS": min(128, 1 << (blocks - 1).bit_length()),
+            "MODE": self.mode,
+            "QUANT": self.problem.activation_quant == "mxfp4",
+            "CARRY": SCALE_RULE_CARRY[self.problem.scale_rule],
+            "HALF_AWAY": self.problem.rounding == "half_away",
+            "num_warps": 8 if blocks > 64 else 4 if blocks > 8 else 1,
+        }
+
+
+Launch = Callable[..., None]
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Runs a kernel on the current stream."""
+    kernel[grid](*args, **constants)
+
+
+class Compiled:
+    """The kernels of one plan on one device, in the order of their launches.
+
+    A later call launches them without Triton's look-up by types and alignments, which takes longer than most of them run.
+    """
+
+    def __init__(self) -> None:
+        self._kernels: list[tuple[Any, tuple[Any, ...]]] = []
+        self.launches = 0
+
+    def compile(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """Compiles a kernel and loads it onto the device, so that launches may be captured."""
+        compiled = kernel.warmup(*args, grid=grid, **constants)
+        if hasattr(compiled, "_init_handles"):
+            compiled._init_handles()
+        self._kernels.append((compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])))
+
+    def launcher(self) -> Launch:
+        """A `launch` for one call."""
+        kernels = iter(self._kernels)
+
+        def launch_next(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+            compiled, rest = next(kernels)
+            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+
+        return launch_next
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonSteps:
+    """The five steps on torch tensors. `buffers` are those of `Facts`, `y` is the output, `operands` those of the call."""
+
+    facts: Facts
+    operands: Operands
+    buffers: dict[str, Any]
+    y: Any
+    ptx: bool
+    launch: Launch = launch
+
+    def route(self, topk_ids: Any) -> None:
+        """Step 1, and step 2 in the same launch; results are in `buffers`."""
+        f, b, p = self.facts, self.buffers, self.facts.problem
+        rows = (self.operands.x, b["x_planes"], b["x_scales"])
+        lists = tuple(b[name] for name in ("offsets", "tile_expert", "tile_row", "tile_count"))
+        sizes = {"EXPERTS": p.experts, "WIDTH": f.width}
+        tile = {**sizes, "TILE": f.config["tile_rows"]}
+        splitting = f.splitting(p.hidden)
+        ranks = -(-p.rows // route.RANK.value)
+        if not f.chunks:
+            lists_too = p.rows <= LIST_ROWS
+            first = 1 if lists_too else (p.experts + route.RANK.value) // route.RANK.value
+            scan = min(1024, max(32, 1 << (p.rows - 1).bit_length()))
+            constants = {**tile, "SCAN": scan, "LIST": lists_too, **splitting, "num_warps": 8}
+            grid = (first + ranks + p.tokens,)
+            self.launch(
+                route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks, **constants
+            )
+            if not lists_too:
+                self.launch(route.list_few, (1,), *lists, **tile)
+            return
+        constants = {**sizes, **splitting}
+        grid = (f.chunks + p.tokens,)
+        args = (topk_ids, b["counts"], *rows, p.rows, p.tokens, f.chunks)
+        self.launch(route.count_chunks, grid, *args, **constants)
+        self.launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
+        self.launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
+
+    def quantize(self, x: Any) -> Planes:
+        """Steps 2 and 4: rows in operand form, rounded to MXFP4 if the problem asks for it."""
+        f, b, p = self.facts, self.buffers, self.facts.problem
+        if x is self.operands.x:
+            return Planes(b["x_planes"], b["x_scales"])  # by `route`
+        count = b["offsets"][p.experts :]
+        grid = (min(p.rows, MAX_SPLIT_PROGRAMS),)
+        args = (x, b["h_planes"], b["h_scales"], count, p.rows)
+        self.launch(quantize.split_rows, grid, *args, **f.splitting(p.intermediate))
+        return Planes(b["h_planes"], b["h_scales"])
+
+    def stage1(self, x: Planes, gate_up: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
+        """Step 3; h [rows, F] in sorted order."""
+        f, p, config = self.facts, self.facts.problem, self.facts.config
+        block = config["block_f"]
+        gate_up = self._expanded("gate_up", gate_up, 2 * p.intermediate, p.hidden)
+        self.launch(
+            stage1.stage1, (f.tiles * -(-p.intermediate // block),),
+            *x, *gate_up, bias, topk_weights, *self._lists(), self.buffers["h"],
+            F=p.intermediate, TOP_K=p.top_k, HAS_BIAS=bias is not None, WEIGHTED=p.apply_router_weight_on_input,
+            ACTIVATION=stage1.ACTIVATIONS[p.activation], ALPHA=p.activation_alpha or 0.0, LIMIT=p.activation_limit or 0.0,
+            BLOCK_F=block, **self._product(p.hidden, "1"),
+        )  # fmt: skip
+        return self.buffers["h"]
+
+    def stage2(self, h: Planes, down: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
+        """Step 5; y [tokens, D]."""
+        f, p, config, rows = self.facts, self.facts.problem, self.facts.config, self.buffers["rows"]
+        block, constant = config["block_d"], self._product(p.intermediate, "2")
+        down = self._expanded("down", down, p.hidden, p.intermediate)
+        args = (*h, *down, bias, topk_weights, *self._lists(), rows)
+        constants = {
+            "D": p.hidden,
+            "HAS_BIAS": bias is not None,
+            "WEIGHTED": not p.apply_router_weight_on_input,
+            "BLOCK_D": block,
+        }
+        columns = -(-p.hidden // block)
+        one_step = constant["K"] <= constant["BLOCK_K"] and p.hidden % block == 0
+        if f.mode == constant["MODE"] == decode.SHUFFLED.value and config["span"] > 1 and one_step:
+            del constant["GROUP"]
+            grid = (f.tiles * -(-columns // config["span"]),)
+            self.launch(stage2.stage2_spans, grid, *args, SPAN=config["span"], **constants, **constant)
+        else:
+            self.launch(stage2.stage2, (f.tiles * columns,), *args, **constants, **constant)
+        width = min(1024, 1 << (p.hidden - 1).bit_length())
+        self.launch(
+            stage2.combine, (p.tokens, -(-p.hidden // width)), rows, self.operands.topk_ids, self.y,
+            D=p.hidden, TOP_K=p.top_k, EXPERTS=p.experts, BLOCK=width, num_warps=4,
+        )  # fmt: skip
+        return self.y
+
+    def _expanded(self, name: str, stack: Packed, rows: int, n: int) -> Packed:
+        """A stack decoded into the workspace, if the config asks for it."""
+        f = self.facts
+        if not f.expands:
+            return stack
+        k, wide = f.padded(n), self.buffers[name]
+        grid = (k // layout.GROUP, -(-rows // 64), f.problem.experts)
+        constants = {"N": rows, "K": k, "ROWS": 64, "WIDE": f.mode == decode.WIDE.value}
+        args = (stack.codes.view(torch.int32), stack.scales, self.buffers["offsets"], wide.view(torch.int32))
+        self.launch(product.expand, grid, *args, **constants)
+        return Packed(wide, stack.scales)
+
+    def _lists(self) -> tuple[Any, ...]:
+        return tuple(self.buffers[n] for n in ("order", "offsets", "tile_expert", "tile_row", "tile_count"))
+
+    def _product(self, n: int, stage: str) -> dict[str, Any]:
+        """Arguments that `product.multiply` and its callers take."""
+        f, config = self.facts, self.facts.config
+        n = f.padded(n)
+        block_k = min(config[f"block_k{stage}"], max(128 if f.shuffled else 64, 1 << (n - 1).bit_length()))
+        return {
+            "K": n,
+            "PLANES": f.planes,
+            "STACK": 4 if f.planes == 3 else f.planes,
+            "TILE": config["tile_rows"],
+            "BLOCK_K": block_k,
+            "GROUP": config["group"],
+            "MODE": decode.EXPANDED.value if f.expands and f.mode == decode.SHUFFLED.value else f.mode,
+            "PTX": self.ptx,
+            "STAGES": config[f"stages{stage}"],
+            "num_warps": config[f"warps{stage}"],
+        }
+
+
+def has_ptx() -> bool:
+    """Whether kernels may hold PTX here: only where they are compiled for CUDA."""
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def tensors_of(problem: MoeProblem, inputs: Sequence[Any]) -> Operands:
+    """The call's tensors, in the order of `Operands`' leaves, by name."""
+    left = iter(inputs)
+    x = next(left)
+    gate_up, down = (Packed(next(left), next(left)) for _ in range(2))
+    gate_up_bias = next(left) if problem.has_gate_up_bias else None
+    down_bias = next(left) if problem.has_down_bias else None
+    topk_weights, topk_ids = left
+    return Operands(x, TritonWeights(gate_up, down, gate_up_bias, down_bias), topk_weights, topk_ids)  # type: ignore[arg-type]
+
+
+ALIGNMENT = 16
+"""What kernels are compiled for. XLA's buffers have it; a call with another one takes Triton's own way."""
+
+
+def run(
+    facts: Facts,
+    slots: Any,
+    pipeline: Pipeline,
+    compiled: dict[int, Compiled],
+    inputs: list,
+    outputs: list,
+    workspace: torch.Tensor,
+) -> None:
+    """What the bridge calls. `compiled` holds what `warm` made, by device."""
+    buffers = dict(zip(facts.buffers(), carve(workspace, slots), strict=True))
+    operands = tensors_of(facts.problem, inputs)
+    aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in (*inputs, *outputs, workspace))
+    ready = compiled.get(workspace.device.index) if aligned else None
+    how = launch if ready is None else ready.launcher()
+    pipeline(TritonSteps(facts, operands, buffers, outputs[0], has_ptx(), how), operands)
+
+
+def warm(
+    facts: Facts,
+    inputs: Sequence[BufferSpec],
+    pipeline: Pipeline,
+    compiled: dict[int, Compiled],
+    device: torch.device,
+) -> None:
+    """Compiles every kernel of a call for `device`, on tensors of a few bytes."""
+
+    def tiny(spec: BufferSpec) -> torch.Tensor:
+        return torch.empty(16, dtype=getattr(torch, spec.dtype), device=device)
+
+    buffers = {name: tiny(spec) for name, spec in facts.buffers().items()}
+    # `TritonSteps` passes the end of this one as a pointer, whose alignment then depends on the number of experts.
+    buffers["offsets"] = torch.empty(facts.problem.experts + 1, dtype=torch.int32, device=device)
+    operands = tensors_of(facts.problem, [tiny(spec) for spec in inputs])
+    y = tiny(BufferSpec((), facts.problem.out_dtype))
+    kernels = Compiled()
+    pipeline(TritonSteps(facts, operands, buffers, y, has_ptx(), kernels.compile), operands)
+    compiled[device.index] = kernels
