@@ -10,7 +10,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := $(VENV)/constraints.txt
-EXTRAS := torch,flax,cli,examples,test
+EXTRAS := torch,triton,flax,cli,examples,test
 SOURCES := pyproject.toml constraints-cpu.txt Makefile $(wildcard bridge/*.cc bridge/*.h bridge/CMakeLists.txt)
 
 .DEFAULT_GOAL := help
@@ -24,7 +24,7 @@ help:  ## list the targets
 .PHONY: force
 $(CONSTRAINTS): force
 	@mkdir -p $(VENV)
-	@if [ -n "$(TORCH_SPEC)" ]; then echo "$(TORCH_SPEC)"; else cat constraints-cpu.txt; fi > $@.new
+	@if [ -n "$(TORCH_SPEC)" ]; then echo "$(TORCH_SPEC)"; grep -v '^torch=' constraints-cpu.txt; else cat constraints-cpu.txt; fi > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $(VENV)/.installed: $(SOURCES) $(CONSTRAINTS)

@@ -78,7 +78,7 @@ def test_tune_passes_its_status_on(tiny, tmp_path, monkeypatch):
     ("arguments", "told"),
     [
         (("bench", "nope"), "workload 'nope' given; expected one of cpu_"),
-        (("bench", "--implementation", "nope"), "implementation 'nope' given; expected one of torch, xla"),
+        (("bench", "--implementation", "nope"), "implementation 'nope' given; expected one of triton, torch, xla"),
         (("bench", "--bridge", "nope"), "bridge 'nope' given; expected one of graph, eager, callback"),
         (("bench", "--repeats", "0"), "--repeats"),
         (("tune", "nope", "--out", "."), "workload 'nope' given"),

@@ -81,7 +81,10 @@ def test_kernels_compile_for_gfx950_and_gfx942(target, problem):
 
 
 @needs_triton
-@pytest.mark.skipif(importlib.util.find_spec("triton.backends.nvidia") is None, reason="triton without its NVIDIA part")
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.nvidia") is None,
+    reason="no triton with its NVIDIA part",
+)
 @pytest.mark.parametrize("changes", [{}, {"expand": 1}, {"product": "bits"}], ids=["shuffled", "expanded", "wide"])
 def test_float8_kernels_compile_for_sm_90(changes):
     """The layout's kernels multiply by wgmma, and weights reach it from registers without a detour."""
