@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import pathlib
-import subprocess
-import sys
+import functools
 
 import pytest
 
 pytest.importorskip("torch")
 
-from jax_mxfp4_moe.implementations import torch_call
-from jax_mxfp4_moe.implementations.torch_call import BufferSpec, Plan
+import plans
 
-ROOT = pathlib.Path(__file__).parents[2]
-_keys = itertools.count()
+from jax_mxfp4_moe.implementations import torch_call
 
 
 @pytest.fixture(params=["eager", "graph", "callback"])
@@ -40,31 +34,11 @@ def route(request):
 
 @pytest.fixture
 def plan():
-    """Builds a plan with a key of its own from `run` and pairs of (shape, dtype)."""
-
-    def build(run, inputs, outputs, workspace_bytes=0, **kwargs):
-        kwargs.setdefault("capturable", True)
-        return Plan(
-            run.__name__,
-            ("test", next(_keys)),
-            run,
-            tuple(BufferSpec(*spec) for spec in inputs),
-            tuple(BufferSpec(*spec) for spec in outputs),
-            workspace_bytes,
-            **kwargs,
-        )
-
-    return build
+    """Builds a plan; see `plans.build`."""
+    return plans.build
 
 
 @pytest.fixture
 def python():
-    """Runs a program in a fresh interpreter; returns the finished process."""
-
-    def run(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
-        return subprocess.run(
-            [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=120
-        )
-
-    return run
+    """Runs a program in a fresh interpreter; see `plans.run_python`."""
+    return functools.partial(plans.run_python, JAX_PLATFORMS="cpu")

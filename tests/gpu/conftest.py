@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import os
+import functools
 import pathlib
-import subprocess
-import sys
 
 import jax
+import plans
 import pytest
-
-ROOT = pathlib.Path(__file__).parents[2]
-_keys = itertools.count()
 
 
 def gpus() -> list:
@@ -41,32 +36,11 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def plan():
-    """Builds a capturable plan with a key of its own from `run` and pairs of (shape, dtype)."""
-    from jax_mxfp4_moe.implementations.torch_call import BufferSpec, Plan
-
-    def build(run, inputs, outputs, workspace_bytes=0, **kwargs):
-        kwargs.setdefault("capturable", True)
-        return Plan(
-            run.__name__,
-            ("gpu test", next(_keys)),
-            run,
-            tuple(BufferSpec(*spec) for spec in inputs),
-            tuple(BufferSpec(*spec) for spec in outputs),
-            workspace_bytes,
-            **kwargs,
-        )
-
-    return build
+    """Builds a plan; see `plans.build`."""
+    return plans.build
 
 
 @pytest.fixture
 def python():
-    """Runs a program in a fresh interpreter under a watchdog; returns the finished process."""
-
-    def run(program: str, *arguments: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.2", **environment}
-        return subprocess.run(
-            [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=timeout
-        )
-
-    return run
+    """Runs a program in a fresh interpreter; see `plans.run_python`."""
+    return functools.partial(plans.run_python, XLA_PYTHON_CLIENT_MEM_FRACTION="0.2")
