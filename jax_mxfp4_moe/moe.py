@@ -1,4 +1,5 @@
-"""Start here: `mxfp4_moe` checks its input, chooses an implementation, configures it and runs the five steps.
+"""Start here: `mxfp4_moe` checks its input, chooses an implementation, configures it and runs the five steps (through `transform`,
+which says what `jax.grad` and `jax.vmap` make of a call).
 
 `pipeline` below is how x becomes y, for every implementation; what differs is whose steps it is given: JAX operations
 (`implementations/xla.py`) or torch operations on XLA's buffers, behind the bridge (`implementations/torch.py`).
@@ -6,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,25 +14,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_mxfp4_moe import device, implementations
 from jax_mxfp4_moe.implementations.base import Config, Operands, Steps
 from jax_mxfp4_moe.implementations.torch_call import BRIDGES, ENVIRONMENT_VARIABLE
 from jax_mxfp4_moe.mxfp4 import PACKED, float_dtype
+from jax_mxfp4_moe.partition import check_not_divided
 from jax_mxfp4_moe.problem import ACTIVATION_QUANTS, MoeProblem, resolve_activation
-from jax_mxfp4_moe.quantize import Rounding, ScaleRule, check_rules
+from jax_mxfp4_moe.quantize import FP8_LARGEST_STATIC_SCALE, FP8_LEAST_SCALE, Rounding, ScaleRule, check_rules
+from jax_mxfp4_moe.transform import Call, run
 from jax_mxfp4_moe.tuning import table
-from jax_mxfp4_moe.weights import MoeWeights, check_weights
+from jax_mxfp4_moe.weights import MoeWeights, check_activation_scale, check_weights
 
 
 def pipeline(steps: Steps, operands: Operands) -> Any:
     """The five steps of a mixture-of-experts layer."""
     x, weights, topk_weights, topk_ids = operands
+    x_scale, h_scale = (None, None) if weights.activation_scale is None else weights.activation_scale
     routing = steps.route(topk_ids)
-    x = steps.quantize(x)
+    x = steps.quantize(x, x_scale)
     h = steps.stage1(x, weights.gate_up, weights.gate_up_bias, topk_weights, routing)
-    h = steps.quantize(h)
+    h = steps.quantize(h, h_scale)
     return steps.stage2(h, weights.down, weights.down_bias, topk_weights, routing)
 
 
@@ -62,7 +64,10 @@ def mxfp4_moe(
 
     For each token t: `y[t] = sum_k topk_weights[t, k] * (h @ down[e].T + down_bias[e])` with `e = topk_ids[t, k]` and
     `h = activation(x[t] @ gate[e].T + bias, x[t] @ up[e].T + bias)`. Sums are in float32; h is rounded to the type of x,
-    and y once at the end. There is no derivative yet.
+    and y once at the end.
+
+    Differentiable once, in reverse mode, with respect to x, topk_weights and the biases, on every implementation; the MXFP4 weights are
+    frozen. Under `jax.vmap` a batch that shares the weights becomes more tokens of one call. See `docs/gradients.md`.
 
     Args:
       x: [..., D] float32, bfloat16 or float16; leading axes are tokens.
@@ -71,9 +76,10 @@ def mxfp4_moe(
       topk_ids: [..., K] integer. A slot whose id is negative, or E or more, is skipped: it adds exactly 0.
       activation: one of the gated activations listed in `stage1.activate`.
       activation_alpha, activation_limit: parameters of those that take them.
-      activation_quant: "auto" (what `weights` say they were made for), None (weights only) or "mxfp4" (x is rounded to MXFP4
-        before stage 1 and h before stage 2).
-      activation_scale: static scales of "fp8" activations; not used by the others.
+      activation_quant: "auto" (what `weights` say they were made for), None (weights only), or "mxfp4" or "fp8" (x is rounded to MXFP4 or
+        to float8 E4M3 before stage 1, and h before stage 2).
+      activation_scale: the static scales of "fp8" activations, of x and of h: a pair of scalars or an array [2]. If None, those of
+        `weights`, or else one for each row, from its largest magnitude; see `quantize_fp8`.
       scale_rule, rounding: how activations are rounded; see `quantize`.
       expert_map: [experts_global] integer or None: the row of `weights` that holds each global id, -1 for elsewhere.
       token_mask: [...] bool or None: False rows give exactly 0, whatever x holds there.
@@ -103,7 +109,7 @@ def mxfp4_moe(
     if problem.tokens == 0 or problem.experts == 0:
         return jnp.zeros(shape, problem.out_dtype)
     choices = _choose_and_configure(problem, operands, implementation, config)
-    return _run(operands, problem, choices, bridge).reshape(shape)
+    return run(operands, Call(problem, choices, config is not None, bridge, pipeline)).reshape(shape)
 
 
 def _choose_and_configure(
@@ -121,22 +127,6 @@ def _choose_and_configure(
     if not choices:
         raise refusals[0]
     return tuple(choices)
-
-
-@functools.partial(jax.jit, static_argnames=("problem", "choices", "bridge"))
-def _run(
-    operands: Operands, problem: MoeProblem, choices: tuple[tuple[str, str, Config], ...], bridge: str | None
-) -> jax.Array:
-    def on(platform: str, name: str, config: Config) -> Any:
-        def branch(operands: Operands) -> jax.Array:
-            chosen = implementations.IMPLEMENTATIONS[name]
-            return chosen.run(operands, problem, config, platform=platform, pipeline=pipeline, bridge=bridge)
-
-        return branch
-
-    if len(choices) == 1:
-        return on(*choices[0])(operands)
-    return lax.platform_dependent(operands, **{choice[0]: on(*choice) for choice in choices})
 
 
 def _bridge(bridge: str | None) -> str | None:
@@ -191,6 +181,7 @@ def _check(
     """Checks shapes, types and names; returns the problem, the operands in one form, and the shape of y."""
     where = "mxfp4_moe"
     check_weights(where, weights)
+    check_not_divided(where, weights)
     x, topk_weights, topk_ids = _as_array(x), _as_array(topk_weights), _as_array(topk_ids)
     lead = _check_arrays(where, x, weights, topk_weights, topk_ids)
     if activation_quant == "auto":
@@ -204,6 +195,7 @@ def _check(
             f"{where}: activation_scale given with activation_quant={activation_quant!r}; expected None, since only 'fp8' has "
             "static scales. Leave it out."
         )
+    activation_scale = _activation_scale(where, weights, activation_quant, activation_scale)
     check_rules(where, scale_rule, rounding)
     alpha, limit = resolve_activation(where, activation, activation_alpha, activation_limit)
     out_dtype = float_dtype(
@@ -229,6 +221,7 @@ def _check(
         has_down_bias=weights.down_bias is not None,
         apply_router_weight_on_input=bool(apply_router_weight_on_input),
         deterministic=bool(deterministic),
+        has_activation_scale=activation_scale is not None,
     )
     if problem.rows >= 2**31:
         raise ValueError(
@@ -245,7 +238,7 @@ def _check(
         skipped = skipped | ~token_mask.reshape(tokens, 1)
     operands = Operands(
         x.reshape(tokens, problem.hidden),
-        weights,
+        weights.replace(activation_scale=activation_scale),
         jnp.where(skipped, 0, topk_weights.reshape(tokens, top_k).astype(jnp.float32)),
         jnp.where(skipped, -1, ids),
     )
@@ -260,6 +253,23 @@ def _as_array(a: Any) -> jax.Array:
         # Without x64, JAX keeps the low 32 bits of a wide integer, which would turn an id that is far off into a valid one.
         a = np.where((a < 0) | (a > 2**31 - 1), -1, a).astype(np.int32)
     return jnp.asarray(a)
+
+
+def _activation_scale(
+    where: str, weights: MoeWeights, activation_quant: str | None, activation_scale: Any
+) -> jax.Array | None:
+    """The static scales of this call, [2] float32, or None."""
+    if activation_quant != "fp8":
+        return None
+    if activation_scale is None:
+        return weights.activation_scale
+    if isinstance(activation_scale, (tuple, list)) and len(activation_scale) == 2:
+        activation_scale = jnp.stack([jnp.asarray(s, jnp.float32) for s in activation_scale])
+    activation_scale = _as_array(activation_scale)
+    if jnp.issubdtype(activation_scale.dtype, jnp.floating):
+        activation_scale = activation_scale.astype(jnp.float32)
+    check_activation_scale(f"{where}: activation_scale", activation_scale)
+    return activation_scale
 
 
 def _check_arrays(
@@ -307,6 +317,8 @@ def _local_ids(where: str, ids: jax.Array, experts: int, expert_map: Any) -> tup
                 f"{where}: expert_map {expert_map.dtype}{list(expert_map.shape)} given; expected a 1-D integer array: for each global id "
                 "the row of weights that holds it, or -1."
             )
+        if not isinstance(expert_map, jax.core.Tracer):
+            _check_not_a_mask(where, np.asarray(expert_map))
         count = expert_map.shape[0]
     # Compared in the type they came in, so that nothing wraps.
     skipped = (ids < 0) | (ids >= count) if jnp.iinfo(ids.dtype).max >= count else ids < 0
@@ -320,6 +332,15 @@ def _local_ids(where: str, ids: jax.Array, experts: int, expert_map: Any) -> tup
     return ids, skipped
 
 
+def _check_not_a_mask(where: str, expert_map: np.ndarray) -> None:
+    """Raises ValueError for what other libraries call expert_mask: read as rows of the weights, it gives wrong numbers."""
+    if np.isin(expert_map, (0, 1)).all() and len(np.unique(expert_map)) < expert_map.size:
+        raise ValueError(
+            f"{where}: expert_map of {expert_map.size} entries given, all of them 0 or 1; expected for each global id the row of weights "
+            "that holds it, or -1. From a mask of the experts that are here: jnp.where(mask, jnp.cumsum(mask) - 1, -1)."
+        )
+
+
 def validate(weights: MoeWeights, topk_weights: Any, topk_ids: Any, *, expert_map: Any = None, x: Any = None) -> None:
     """Checks values, which a jitted call cannot: call it outside jit, on real data, when answers look wrong.
 
@@ -328,7 +349,7 @@ def validate(weights: MoeWeights, topk_weights: Any, topk_ids: Any, *, expert_ma
 
     Raises:
       ValueError: an id that is at least E (an id below 0 is a skip on purpose), a router weight or an x that is not finite,
-        an `expert_map` that points outside of the weights, or a scale byte 255 (NaN) in the weights.
+        an `expert_map` that points outside of the weights, a scale byte 255 (NaN) or an `activation_scale` that is no scale in the weights.
     """
     check_weights("validate", weights)
     ids, routed = np.asarray(topk_ids), np.asarray(topk_weights, np.float32)
@@ -338,6 +359,8 @@ def validate(weights: MoeWeights, topk_weights: Any, topk_ids: Any, *, expert_ma
             "integer type, as topk_routing returns them."
         )
     mapping = None if expert_map is None else np.asarray(expert_map)
+    if mapping is not None:
+        _check_not_a_mask("validate", mapping)
     count = weights.num_experts if mapping is None else mapping.shape[0]
     if (ids >= count).any():
         raise ValueError(
@@ -354,6 +377,13 @@ def validate(weights: MoeWeights, topk_weights: Any, topk_ids: Any, *, expert_ma
             raise ValueError(
                 f"validate: {name} with {np.count_nonzero(~np.isfinite(values))} values that are not finite given; expected finite ones. "
                 "Mask padding rows with token_mask."
+            )
+    if weights.activation_scale is not None:
+        given = np.asarray(weights.activation_scale)
+        if not ((given >= FP8_LEAST_SCALE) & (given <= FP8_LARGEST_STATIC_SCALE)).all():
+            raise ValueError(
+                f"validate: weights.activation_scale {given.tolist()} given; expected numbers from 2**-100 to 2**100, with others every "
+                "result is NaN. Set it to None for scales that are found at every call."
             )
     if weights.layout == PACKED:
         for name, array in (("gate_up", weights.gate_up), ("down", weights.down)):

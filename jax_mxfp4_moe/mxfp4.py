@@ -252,7 +252,9 @@ def float_dtype(what: str, dtype: Any) -> np.dtype:
     except TypeError:
         found = None
     if found is None or found not in _FLOAT_FORMATS:
-        raise TypeError(f"{what} {found or dtype!r} given; expected float32, bfloat16 or float16. Cast it.")
+        raise TypeError(
+            f"{what} {repr(dtype) if found is None else found} given; expected float32, bfloat16 or float16. Cast it."
+        )
     return found
 
 

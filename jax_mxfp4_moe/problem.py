@@ -26,7 +26,9 @@ class MoeProblem:
       tokens, top_k, experts, hidden, intermediate: sizes M, K, E, D, F; experts are those whose weights are here.
       dtype, out_dtype: names of the types of x and of the result.
       activation, activation_alpha, activation_limit: the gated activation and its parameters.
-      activation_quant: None or "mxfp4".
+      activation_quant: one of ACTIVATION_QUANTS.
+      has_activation_scale: whether "fp8" activations have static scales, which are then in `MoeWeights.activation_scale`; without them
+        each row gets its own.
       scale_rule, rounding: the quantization rules of the activations.
       has_gate_up_bias, has_down_bias: whether the weights carry biases.
       apply_router_weight_on_input: the router weight multiplies the stage 1 product, and not the result.
@@ -50,6 +52,7 @@ class MoeProblem:
     has_down_bias: bool = False
     apply_router_weight_on_input: bool = False
     deterministic: bool = False
+    has_activation_scale: bool = False
 
     @property
     def rows(self) -> int:

@@ -1,4 +1,4 @@
-"""Steps 2 and 4: bf16 or f32 -> MXFP4, with named rules for the scale and for the elements.
+"""Steps 2 and 4: bf16 or f32 -> MXFP4, with named rules for the scale and for the elements; or -> float8 rows, for activations only.
 
 Scale rules give the scale byte of a block from its largest magnitude `amax = m * 2 ** e`, 1 <= m < 2:
 
@@ -19,11 +19,13 @@ One answer each, the same in every implementation:
   NaN or an infinity anywhere in a block: scale byte 255, codes 0, so that the whole block decodes to NaN and is never lost;
   subnormal inputs: exact, nothing is flushed; scale bytes are clamped to 0..254;
   elements beyond 6 times the scale: +-6;  negative values that round to zero: code 8 (-0).
+
+The rules of float8 are in `quantize_fp8`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,3 +134,67 @@ def _divide_by_scale(magnitude: jax.Array, scales: jax.Array) -> jax.Array:
     power = lax.bitcast_convert_type((127 - 22 - jnp.minimum(scales, 64)) << 23, jnp.float32)
     tiny = lax.bitcast_convert_type(mantissa.astype(jnp.float32) * power, jnp.int32)
     return jnp.where(field == 0, tiny, quotient)
+
+
+FP8_MAX = 448.0
+"""Largest E4M3 value."""
+FP8_NAN = 0x7F
+"""The code of NaN."""
+FP8_LEAST_SCALE, FP8_LARGEST_STATIC_SCALE = 2.0**-100, 2.0**100
+
+
+class Fp8Array(NamedTuple):
+    """Rows of E4M3 values (float8_e4m3fn), each row with its own factor: an element's value is `E4M3(code) * scale`.
+
+    Attributes:
+      codes: [..., n] uint8, the bits of the E4M3 values.
+      scales: [...] float32, one a row; NaN makes its row NaN.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+def quantize_fp8(x: Any, scale: Any = None) -> Fp8Array:
+    """Returns x in E4M3, for the activations of `activation_quant="fp8"`.
+
+    The code is `x * (1 / scale)`, both rounded to float32, then rounded to E4M3, to nearest and ties to even; what is beyond the largest
+    value becomes +-448. One answer each, the same in every implementation:
+      a row of zeros: scale 2 ** -100, codes 0 (0x80 for -0);
+      no scale is below 2 ** -100; values below 2 ** -126, which some platforms take for zero, thus always round to zero;
+      NaN or an infinity: without `scale`, NaN for its whole row (scale NaN, codes 0); with it, NaN for the element (code 0x7F).
+
+    Args:
+      x: [..., n] float32, bfloat16 or float16.
+      scale: the static scale of all rows, a float32 scalar; outside of 2 ** -100 .. 2 ** 100 (zero, negative, NaN) every row becomes NaN.
+        None gives each row its own: its largest magnitude times the float32 number nearest to 1 / 448.
+    """
+    bits = lax.bitcast_convert_type(_to_float32(jnp.asarray(x)), jnp.int32)
+    magnitude = bits & 0x7FFFFFFF
+    if scale is None:
+        amax = magnitude.max(axis=-1)
+        scales = jnp.maximum(lax.bitcast_convert_type(amax, jnp.float32) * np.float32(1 / FP8_MAX), FP8_LEAST_SCALE)
+        is_good = amax < 0x7F800000
+    else:
+        scales = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), magnitude.shape[:-1])
+        is_good = (scales >= FP8_LEAST_SCALE) & (scales <= FP8_LARGEST_STATIC_SCALE)
+    # Not a division: XLA makes this product of one, and torch does not.
+    quotient = lax.bitcast_convert_type(magnitude, jnp.float32) * (1 / scales)[..., None]
+    codes = _e4m3_code(jnp.minimum(quotient, FP8_MAX)) | (bits < 0) << 7
+    codes = jnp.where(magnitude >= 0x7F800000, FP8_NAN, codes)
+    codes = jnp.where(is_good[..., None], codes, 0).astype(jnp.uint8)
+    return Fp8Array(codes, jnp.where(is_good, scales, jnp.nan))
+
+
+def _e4m3_code(x: jax.Array) -> jax.Array:
+    """The code of 0 <= x <= 448. By bits, since a conversion to float8 and back is one that a compiler may leave out."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    # Round the mantissa from 23 bits to 3, a tie to even, and the bias of the exponent from 127 to 7.
+    normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3)
+    subnormal = lax.round(x * 2.0**9, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    return jnp.where(x < 2.0**-6, subnormal, normal)
+
+
+def dequantize_fp8(a: Fp8Array) -> jax.Array:
+    """The values of `a`, [..., n] float32."""
+    return lax.bitcast_convert_type(a.codes, jnp.float8_e4m3fn).astype(jnp.float32) * a.scales[..., None]

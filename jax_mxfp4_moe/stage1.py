@@ -100,11 +100,16 @@ def stage1(
     return lax.fori_loop(0, routing.num_hit, visit, h)
 
 
-def varying_like(start: jax.Array, operands: Any) -> jax.Array:
-    """Marks the start of a loop as varying over the mesh axes that `operands` vary over, which `jax.shard_map` checks."""
+def varying_axes(operands: Any) -> frozenset[str]:
+    """The mesh axes that any of `operands` varies over, inside of `jax.shard_map`."""
     # JAX keeps them in `mat.varying` of the type, and kept them in `vma` before.
     types = [jax.typeof(a) for a in jax.tree.leaves(operands)]
-    axes = frozenset().union(*(t.mat.varying if hasattr(t, "mat") else getattr(t, "vma", ()) for t in types))
+    return frozenset().union(*(t.mat.varying if hasattr(t, "mat") else getattr(t, "vma", ()) for t in types))
+
+
+def varying_like(start: jax.Array, operands: Any) -> jax.Array:
+    """Marks the start of a loop as varying over the mesh axes that `operands` vary over, which `jax.shard_map` checks."""
+    axes = varying_axes(operands) - varying_axes(start)
     return lax.pcast(start, tuple(sorted(axes)), to="varying") if axes else start
 
 

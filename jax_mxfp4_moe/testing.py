@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array, dequantize
 from jax_mxfp4_moe.problem import MoeProblem
-from jax_mxfp4_moe.quantize import quantize
+from jax_mxfp4_moe.quantize import dequantize_fp8, quantize, quantize_fp8
 from jax_mxfp4_moe.weights import MoeWeights
 
 TOLERANCES: dict[tuple[str, str | None], float] = {
@@ -25,6 +25,9 @@ TOLERANCES: dict[tuple[str, str | None], float] = {
     ("float32", "mxfp4"): 2e-3,
     ("bfloat16", "mxfp4"): 2e-2,
     ("float16", "mxfp4"): 1e-2,
+    ("float32", "fp8"): 2e-3,
+    ("bfloat16", "fp8"): 1e-2,
+    ("float16", "fp8"): 4e-3,
 }
 """Largest relative error of y against a float64 evaluation, by (type of x, activation_quant)."""
 
@@ -79,9 +82,11 @@ def random_case(problem: MoeProblem, seed: int = 0, *, shared_experts: int = 0) 
             ("down_bias", problem.has_down_bias, (problem.experts, problem.hidden)),
         )
     }
+    # The largest magnitudes of normal numbers, with a little saturation.
+    scale = jnp.asarray([4 / 448, 4 / 448], jnp.float32) if problem.has_activation_scale else None
     return Case(
         x,
-        MoeWeights(gate_up, down, biases["gate_up_bias"], biases["down_bias"]),
+        MoeWeights(gate_up, down, biases["gate_up_bias"], biases["down_bias"], activation_scale=scale),
         jnp.asarray(weights),
         jnp.asarray(ids.astype(np.int32)),
     )
@@ -124,7 +129,8 @@ def reference(problem: MoeProblem, case: Case, tokens: Sequence[int] | np.ndarra
     byte by byte with an oracle; products, activations and sums do not.
     """
     rows = np.arange(problem.tokens) if tokens is None else np.asarray(tokens)
-    x = _rounded(problem, np.asarray(case.x)[rows])
+    x_scale, h_scale = (None, None) if case.weights.activation_scale is None else case.weights.activation_scale
+    x = _rounded(problem, np.asarray(case.x)[rows], x_scale)
     ids, factors = np.asarray(case.topk_ids)[rows], np.asarray(case.topk_weights)[rows].astype(np.float64)
     slots = {e: np.nonzero(ids == e) for e in np.unique(ids[(ids >= 0) & (ids < problem.experts)])}
     before, after = (
@@ -134,7 +140,7 @@ def reference(problem: MoeProblem, case: Case, tokens: Sequence[int] | np.ndarra
     for (e, at), weights in zip(slots.items(), _expanded(case.weights.gate_up, slots), strict=True):
         product = x[at[0]] @ weights.T * before[at][:, None] + _bias(case.weights.gate_up_bias, e)
         h[at] = _activated(problem, *np.split(product, 2, axis=1))
-    h = _rounded(problem, h.astype(jnp.dtype(problem.dtype)))
+    h = _rounded(problem, h.astype(jnp.dtype(problem.dtype)), h_scale)
     y = np.zeros((len(rows), problem.hidden))
     for (e, at), weights in zip(slots.items(), _expanded(case.weights.down, slots), strict=True):
         np.add.at(y, at[0], (h[at] @ weights.T + _bias(case.weights.down_bias, e)) * after[at][:, None])
@@ -155,10 +161,13 @@ def _bias(bias: jax.Array | None, expert: int) -> Any:
     return 0.0 if bias is None else np.asarray(bias)[expert].astype(np.float64)
 
 
-def _rounded(problem: MoeProblem, x: np.ndarray) -> np.ndarray:
-    """What the next product reads of x: x itself, or its nearest MXFP4 values."""
+def _rounded(problem: MoeProblem, x: np.ndarray, scale: Any) -> np.ndarray:
+    """What the next product reads of x: x itself, or its nearest MXFP4 or E4M3 values."""
     if problem.activation_quant is None:
         return x.astype(np.float64)
+    if problem.activation_quant == "fp8":
+        scale = scale if problem.has_activation_scale else None
+        return np.asarray(jax.jit(lambda a: dequantize_fp8(quantize_fp8(a, scale)))(x)).astype(np.float64)
     assert problem.activation_quant == "mxfp4", problem
     rules = {"scale_rule": problem.scale_rule, "rounding": problem.rounding}
     return np.asarray(jax.jit(lambda a: dequantize(quantize(a, **rules), jnp.float32))(x)).astype(np.float64)  # type: ignore[arg-type]

@@ -26,8 +26,10 @@ class MoeWeights:
     Args:
       gate_up, down: Mxfp4Array, both in one layout.
       gate_up_bias, down_bias: float arrays or None. The down bias is multiplied by the router weight.
-      activation_quant: static: how the checkpoint was made to be run: None (weights only) or "mxfp4" (activations quantized
+      activation_quant: static: how the checkpoint was made to be run: None (weights only), "mxfp4" or "fp8" (activations quantized
         before each stage); `mxfp4_moe(activation_quant="auto")` follows it.
+      activation_scale: [2] float32 or None: the static scales of "fp8" activations, of x and of h, where a checkpoint has them
+        (`input_scale`); without them each row gets its own. Not used with other activations.
     """
 
     gate_up: Mxfp4Array
@@ -35,8 +37,10 @@ class MoeWeights:
     gate_up_bias: jax.Array | None
     down_bias: jax.Array | None
     activation_quant: str | None
+    activation_scale: jax.Array | None
 
-    __slots__ = ("activation_quant", "down", "down_bias", "gate_up", "gate_up_bias")
+    _CHILDREN = ("gate_up", "down", "gate_up_bias", "down_bias", "activation_scale")
+    __slots__ = ("activation_quant", "activation_scale", "down", "down_bias", "gate_up", "gate_up_bias")
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class MoeWeights:
         down_bias: Any = None,
         *,
         activation_quant: str | None = None,
+        activation_scale: Any = None,
     ) -> None:
         if activation_quant not in ACTIVATION_QUANTS:
             raise ValueError(
@@ -55,6 +60,7 @@ class MoeWeights:
         self.gate_up, self.down = gate_up, down
         self.gate_up_bias, self.down_bias = gate_up_bias, down_bias
         self.activation_quant = activation_quant
+        self.activation_scale = activation_scale
 
     @property
     def num_experts(self) -> int:
@@ -79,28 +85,37 @@ class MoeWeights:
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves."""
-        biases = [b for b in (self.gate_up_bias, self.down_bias) if b is not None]
-        return self.gate_up.nbytes + self.down.nbytes + sum(b.size * b.dtype.itemsize for b in biases)
+        floats = [a for a in (self.gate_up_bias, self.down_bias, self.activation_scale) if a is not None]
+        return self.gate_up.nbytes + self.down.nbytes + sum(a.size * a.dtype.itemsize for a in floats)
+
+    def replace(self, **changes: Any) -> MoeWeights:
+        """A copy with some of its parts exchanged, unchecked."""
+        new = self.tree_unflatten(*reversed(self.tree_flatten()))
+        for name, part in changes.items():
+            setattr(new, name, part)
+        return new
 
     def __repr__(self) -> str:
         bias = "" if self.gate_up_bias is None and self.down_bias is None else ", with biases"
-        return f"MoeWeights(gate_up={self.gate_up!r}, down={self.down!r}{bias}, activation_quant={self.activation_quant!r})"
+        scale = "" if self.activation_scale is None else ", with activation_scale"
+        quant = self.activation_quant
+        return f"MoeWeights(gate_up={self.gate_up!r}, down={self.down!r}{bias}{scale}, activation_quant={quant!r})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], str | None]:
-        """Children gate_up, down and the two biases; static activation_quant."""
+        """Children gate_up, down, the two biases and activation_scale; static activation_quant."""
         key = jax.tree_util.GetAttrKey
-        names = ("gate_up", "down", "gate_up_bias", "down_bias")
-        return tuple((key(name), getattr(self, name)) for name in names), self.activation_quant
+        return tuple((key(name), getattr(self, name)) for name in self._CHILDREN), self.activation_quant
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], str | None]:
         """The same without keys."""
-        return (self.gate_up, self.down, self.gate_up_bias, self.down_bias), self.activation_quant
+        return tuple(getattr(self, name) for name in self._CHILDREN), self.activation_quant
 
     @classmethod
     def tree_unflatten(cls, activation_quant: str | None, children: tuple[Any, ...]) -> MoeWeights:
         """Rebuilds without any check."""
         weights = object.__new__(cls)
-        weights.gate_up, weights.down, weights.gate_up_bias, weights.down_bias = children
+        for name, child in zip(cls._CHILDREN, children, strict=True):
+            setattr(weights, name, child)
         weights.activation_quant = activation_quant
         return weights
 
@@ -175,6 +190,7 @@ def check_weights(where: str, weights: MoeWeights) -> None:
             f"{where}: weights.gate_up in layout {up.layout!r} and weights.down in layout {down.layout!r} given; expected "
             "one layout. Call prepare(weights, implementation) on the whole MoeWeights."
         )
+    check_activation_scale(f"{where}: weights.activation_scale", weights.activation_scale)
     if up.layout != PACKED:
         return
     for name, array in (("gate_up", up), ("down", down)):
@@ -200,3 +216,18 @@ def check_weights(where: str, weights: MoeWeights) -> None:
             raise ValueError(
                 f"{where}: weights.{name} of shape {tuple(bias.shape)} given; expected {shape}, one row an expert."
             )
+
+
+def check_activation_scale(what: str, scale: Any) -> None:
+    """Raises a ValueError or TypeError that begins with `what` unless `scale` is None or a float32 array [2]."""
+    if scale is None:
+        return
+    if not hasattr(scale, "dtype") or scale.dtype != np.float32:
+        raise TypeError(
+            f"{what} of type {getattr(scale, 'dtype', type(scale).__name__)} given; expected an array of float32: the scales of x and "
+            "of h. Cast it."
+        )
+    if tuple(scale.shape) != (2,):
+        raise ValueError(
+            f"{what} of shape {tuple(scale.shape)} given; expected (2,), the scales of x and of h. Of one scale an expert take the largest."
+        )

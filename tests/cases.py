@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -43,7 +44,7 @@ class Case:
     def replace(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
 
-    def problem(self, activation_quant: str | None = None, **options: Any) -> MoeProblem:
+    def problem(self, activation_quant: str | None = None, activation_scale: Any = None, **options: Any) -> MoeProblem:
         """The static facts of a call with these options; arrays among the options are none of them."""
         fields = {field.name for field in dataclasses.fields(MoeProblem)}
         return MoeProblem(
@@ -57,6 +58,7 @@ class Case:
             activation_quant=activation_quant,
             has_gate_up_bias=self.gate_up_bias is not None,
             has_down_bias=self.down_bias is not None,
+            has_activation_scale=activation_scale is not None,
             **{name: value for name, value in options.items() if name in fields},
         )
 
@@ -80,7 +82,8 @@ class Case:
 
     def run(self, *, jit: bool = True, weights: MoeWeights | None = None, **options: Any) -> jax.Array:
         """The package's answer. Arrays among the options are traced when `jit` is set."""
-        traced = {name: options.pop(name) for name in ("expert_map", "token_mask") if options.get(name) is not None}
+        names = ("activation_scale", "expert_map", "token_mask")
+        traced = {name: options.pop(name) for name in names if options.get(name) is not None}
         arrays = jax.tree.map(jnp.asarray, (self.x, weights or self.weights, self.topk_weights, self.topk_ids, traced))
         return (_jitted if jit else _call)(*arrays, tuple(sorted(options.items())))
 
@@ -91,6 +94,9 @@ def _call(x, weights, topk_weights, topk_ids, traced, options):
 
 # One jitted function for all tests, so that calls of equal shapes and options share a compilation.
 _jitted = jax.jit(_call, static_argnums=5)
+
+# Compiled fast, not to run fast.
+compiled_fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def random_bytes(rng: np.random.Generator, rows: tuple[int, ...], length: int) -> tuple[np.ndarray, np.ndarray]:

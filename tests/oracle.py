@@ -130,6 +130,44 @@ def is_far_from_ties(x: np.ndarray, scale_rule: str, rounding: str, margin: floa
     return True
 
 
+# --- float8 ----------------------------------------------------------------------------------------------------------
+
+# The magnitudes of E4M3 in the order of their codes: three mantissa bits, the exponent of code 8 is -6; 127 would be NaN.
+E4M3_MAGNITUDES = np.array(
+    [m * 2.0**-9 for m in range(8)] + [(8 + c % 8) * 2.0 ** (c // 8 - 10) for c in range(8, 127)]
+)
+E4M3_VALUES = np.concatenate([E4M3_MAGNITUDES, [math.nan], -E4M3_MAGNITUDES, [math.nan]])
+
+
+def e4m3_codes(x: np.ndarray) -> np.ndarray:
+    """The nearest code, a tie to the even one, beyond 448 saturated, NaN and infinity 0x7F."""
+    x = np.asarray(x, np.float64)
+    midpoints = (E4M3_MAGNITUDES[1:] + E4M3_MAGNITUDES[:-1]) / 2
+    code = np.searchsorted(midpoints, np.abs(x), side="left")
+    code = code + (np.isin(np.abs(x), midpoints) & (code % 2 == 1))
+    return np.where(np.isfinite(x), code + 128 * np.signbit(x), 127).astype(np.uint8)
+
+
+def quantize_fp8(x: np.ndarray, scale: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """[..., n] -> codes [..., n] uint8, scales [...] float32: the scale of a row, or one for all, and float32 where it says so."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        x = np.asarray(x).astype(np.float32)
+        if scale is None:
+            scales = np.maximum(np.abs(x).max(axis=-1) * np.float32(1 / 448), np.float32(2.0**-100))
+            scales = np.where(np.isfinite(x).all(axis=-1), scales, np.float32(np.nan))
+        else:
+            good = 2.0**-100 <= np.float32(scale) <= 2.0**100
+            scales = np.full(x.shape[:-1], scale if good else np.nan, np.float32)
+        quotients = x * (np.float32(1) / scales)[..., None]
+        quotients = np.where(np.isfinite(x), np.clip(quotients, -1e30, 1e30), np.nan)
+    codes = np.where(np.isnan(scales)[..., None], 0, e4m3_codes(quotients)).astype(np.uint8)
+    return codes, scales
+
+
+def dequantize_fp8(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    return E4M3_VALUES[codes] * np.asarray(scales, np.float64)[..., None]
+
+
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +232,7 @@ def moe(
     activation_alpha=None,
     activation_limit=None,
     activation_quant=None,
+    activation_scale=None,
     scale_rule="even",
     rounding="nearest_even",
     expert_map=None,
@@ -211,6 +250,7 @@ def moe(
       topk_weights: [..., K].
       topk_ids: [..., K]; after `expert_map` a slot counts only if its id is in 0..E-1.
       activation, activation_alpha, activation_limit: see `activate`.
+      activation_scale: for "fp8" the scales of x and of h, or None for one a row.
       expert_map: [E_global] local expert of a global id, -1 elsewhere; ids outside the map are skipped.
       token_mask: [...] bool; the row of a False token is never read and gives 0.
       apply_router_weight_on_input: the router weight multiplies the stage 1 product (before its bias), not the result.
@@ -227,6 +267,7 @@ def moe(
     ids = np.asarray(topk_ids).reshape(len(rows), -1) if len(rows) else np.zeros((0, 1), int)
     weights = np.asarray(topk_weights).astype(np.float64).reshape(ids.shape) if len(rows) else np.zeros((0, 1))
     weights = round_to(weights, "float32")
+    x_scale, h_scale = (None, None) if activation_scale is None else activation_scale
     mask = np.ones(len(rows), bool) if token_mask is None else np.asarray(token_mask).reshape(-1)
     y = np.zeros((len(rows), hidden))
     for token in range(len(rows)):
@@ -242,6 +283,8 @@ def moe(
             weight = weights[token, slot]
             if activation_quant == "mxfp4":
                 a = quantize_dequantize(a, scale_rule, rounding)
+            elif activation_quant == "fp8":
+                a = dequantize_fp8(*quantize_fp8(a, x_scale))
             gate_up_row = gate_up[expert] @ a
             if apply_router_weight_on_input:  # on the product, in full precision: x itself is not rounded once more
                 gate_up_row = gate_up_row * weight
@@ -253,6 +296,8 @@ def moe(
                 if intermediates is not None:
                     intermediates.append(h)
                 h = quantize_dequantize(h, scale_rule, rounding)
+            elif activation_quant == "fp8":
+                h = dequantize_fp8(*quantize_fp8(h, h_scale))
             out = down[expert] @ h
             if down_bias is not None:
                 out = out + np.asarray(down_bias)[expert].astype(np.float64)
@@ -260,13 +305,47 @@ def moe(
     return round_to(y, out_dtype).reshape(x.shape)
 
 
-def topk_softmax(logits, top_k, renormalize):
-    """Softmax over the experts, then the top_k largest (the lower id first among equals), then perhaps renormalised."""
+def topk_routing(
+    logits,
+    top_k,
+    *,
+    scoring="softmax",
+    renormalize=True,
+    correction_bias=None,
+    num_groups=None,
+    topk_groups=None,
+    group_score=None,
+    routed_scaling_factor=1.0,
+):
+    """Router weights and ids, one token at a time, by sorting lists; finite logits. The first among equals is the lower id."""
     logits = np.asarray(logits, np.float64)
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    ids = np.argsort(-p, axis=-1, kind="stable")[..., :top_k]
-    weights = np.take_along_axis(p, ids, -1)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdims=True)
-    return weights, ids
+    rows = logits.reshape(-1, logits.shape[-1])
+    weights, ids = np.zeros((len(rows), top_k)), np.zeros((len(rows), top_k), int)
+    bias = np.zeros(rows.shape[-1]) if correction_bias is None else np.asarray(correction_bias, np.float64)
+    for t, row in enumerate(rows):
+        exps = [math.exp(v - row.max()) for v in row]
+        score = {
+            "softmax": lambda: [e / sum(exps) for e in exps],  # noqa: B023
+            "softmax_after_topk": lambda: list(row),  # noqa: B023
+            "sigmoid": lambda: [float(sigmoid(v)) for v in row],  # noqa: B023
+            "sqrtsoftplus": lambda: [math.sqrt(max(v, 0) + math.log1p(math.exp(-abs(v)))) for v in row],  # noqa: B023
+        }[scoring]()
+        biased = [s + b for s, b in zip(score, bias, strict=True)]
+        allowed = list(range(len(row)))
+        if num_groups is not None:
+            size = len(row) // num_groups
+            groups = [list(range(g * size, g * size + size)) for g in range(num_groups)]
+            top2 = group_score == "top2_sum" or (group_score is None and correction_bias is not None)
+            best = [sum(sorted((biased[e] for e in group), reverse=True)[: 2 if top2 else 1]) for group in groups]
+            order = sorted(range(num_groups), key=lambda g: (-best[g], g))
+            allowed = [e for g in order[:topk_groups] for e in groups[g]]
+        ids[t] = sorted(allowed, key=lambda e: (-biased[e], e))[:top_k]
+        chosen = np.array([score[e] for e in ids[t]])
+        if scoring == "softmax_after_topk":
+            chosen = np.exp(chosen - chosen.max())
+            chosen = chosen / chosen.sum()
+        elif renormalize:
+            chosen = chosen / chosen.sum()
+        weights[t] = chosen * routed_scaling_factor
+    shape = (*logits.shape[:-1], top_k)
+    return weights.reshape(shape), ids.reshape(shape)

@@ -176,6 +176,38 @@ BAD_INPUT = {
     ),
     "config_list": ({"config": [1], "implementation": "xla"}, TypeError, ["config", "list", "expected a mapping"]),
     "config_of_torch": ({"config": {"tile_rows": 8}, "implementation": "torch"}, ValueError, ["'tile_rows'", "none"]),
+    # activation_scale
+    "scale_without_fp8": (
+        {"activation_scale": (1.0, 1.0)},
+        ValueError,
+        ["activation_scale given", "activation_quant=None", "'fp8'", "Leave it out"],
+    ),
+    "scale_of_mxfp4": ({"activation_scale": 1.0, "activation_quant": "mxfp4"}, ValueError, ["'mxfp4'", "'fp8'"]),
+    "one_scale": (
+        {"activation_scale": np.float32(1), "activation_quant": "fp8"},
+        ValueError,
+        ["activation_scale of shape ()", "expected (2,)", "of x and of h"],
+    ),
+    "scales_of_experts": (
+        {"activation_scale": np.ones((2, 3), F32), "activation_quant": "fp8"},
+        ValueError,
+        ["activation_scale of shape (2, 3)", "expected (2,)", "largest"],
+    ),
+    "integer_scales": (
+        {"activation_scale": np.ones(2, I32), "activation_quant": "fp8"},
+        TypeError,
+        ["activation_scale", "int32", "expected an array of float32"],
+    ),
+    "weights_scale_type": (
+        {"weights": CASE.weights.replace(activation_scale=np.ones(2, np.float16))},
+        TypeError,
+        ["weights.activation_scale", "float16", "expected an array of float32", "Cast"],
+    ),
+    "weights_scale_shape": (
+        {"weights": CASE.weights.replace(activation_scale=np.ones((2, 2), F32))},
+        ValueError,
+        ["weights.activation_scale", "(2, 2)", "expected (2,)"],
+    ),
     # expert_map and token_mask
     "map_float": ({"expert_map": np.zeros(6, F32)}, TypeError, ["expert_map", "float32", "expected", "integer"]),
     "map_rank": ({"expert_map": np.zeros((2, 3), I32)}, ValueError, ["expert_map", "[2, 3]", "expected a 1-D"]),
@@ -189,11 +221,6 @@ def test_bad_input(case):
     """One error type each, at trace time; the text says what was given, what was expected and the remedy."""
     changes, error, texts = BAD_INPUT[case]
     refuses(error, texts, **changes)
-
-
-@pytest.mark.parametrize("implementation", ["xla", "torch"])
-def test_fp8_is_not_there_yet(implementation):
-    refuses(NotImplementedError, ["fp8", implementation], activation_quant="fp8", implementation=implementation)
 
 
 def test_length_that_is_not_a_multiple_of_32():
@@ -306,6 +333,18 @@ def test_prepare_refuses_unknown_names_and_foreign_layouts():
 # --- validate --------------------------------------------------------------------------------------------------------
 
 
+def test_a_mask_of_experts_is_no_map():
+    """Its values are not seen under jit, where `validate` is the check."""
+    mask = np.array([1, 1, 0, 1, 0], np.int32)
+    for check in (
+        lambda: CASE.run(jit=False, expert_map=mask),
+        lambda: validate(CASE.weights, CASE.topk_weights, CASE.topk_ids, expert_map=mask),
+    ):
+        with pytest.raises(ValueError, match=r"all of them 0 or 1; .*cumsum"):
+            check()
+    CASE.run(jit=False, expert_map=np.array([0, -1, 1, -1, -1], np.int32))
+
+
 def test_validate_accepts_good_input():
     assert validate(CASE.weights, CASE.topk_weights, CASE.topk_ids) is None
     skipped = np.where(CASE.topk_ids == 0, -1, CASE.topk_ids)
@@ -321,6 +360,11 @@ def test_validate_sees_values():
     bad_weights[0, 0] = np.nan
     with pytest.raises(ValueError, match=r"(?i)topk_weights.*(nan|finite)"):
         validate(CASE.weights, bad_weights, CASE.topk_ids)
+    for scale in (0.0, -1.0, np.nan, np.inf, 1e-40):
+        weights = CASE.weights.replace(activation_scale=np.array([1, scale], F32))
+        with pytest.raises(ValueError, match=r"activation_scale \[1.0, .*given; expected numbers.*Set it to None"):
+            validate(weights, CASE.topk_weights, CASE.topk_ids)
+    validate(CASE.weights.replace(activation_scale=np.array([1, 1e-5], F32)), CASE.topk_weights, CASE.topk_ids)
 
 
 # --- choosing --------------------------------------------------------------------------------------------------------

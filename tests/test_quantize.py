@@ -1,4 +1,4 @@
-"""quantize, in JAX and in torch, against the oracle, ml_dtypes and gguf: bit by bit."""
+"""quantize and quantize_fp8, in JAX and in torch, against the oracle, ml_dtypes and gguf: bit by bit."""
 
 import fractions
 
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_mxfp4_moe import Mxfp4Array, dequantize, quantize
+from jax_mxfp4_moe.quantize import Fp8Array, dequantize_fp8, quantize_fp8
 
 SCALE_RULES = oracle.SCALE_RULES
 ROUNDINGS = oracle.ROUNDINGS
@@ -34,16 +35,20 @@ def eager_bytes(x, scale_rule="even", rounding="nearest_even"):
 
 
 def torch_bytes(x, scale_rule="even", rounding="nearest_even"):
-    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'jax_mxfp4_moe[torch]'")
+    pytest.importorskip("torch", reason="torch is not installed: pip install 'jax_mxfp4_moe[torch]'")
     from jax_mxfp4_moe.implementations import torch as implementation
+
+    codes, scales = implementation.quantize(as_tensor(x), scale_rule, rounding)
+    return codes.numpy(), scales.numpy()
+
+
+def as_tensor(x):
+    import torch
 
     x = np.ascontiguousarray(x)
     if x.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(x.copy())
-    codes, scales = implementation.quantize(tensor, scale_rule, rounding)
-    return codes.numpy(), scales.numpy()
+        return torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(x.copy())
 
 
 every_quantizer = pytest.mark.parametrize("run", [jax_bytes, torch_bytes], ids=["xla", "torch"])
@@ -410,6 +415,141 @@ def test_quantize_undoes_dequantize(raw, scales):
     got_codes, got_scales = jax_bytes(x, "floor")
     np.testing.assert_array_equal(got_scales, scales)
     np.testing.assert_array_equal(oracle.unpack(got_codes), codes)
+
+
+# --- float8 rows -----------------------------------------------------------------------------------------------------
+
+_jitted_fp8 = jax.jit(quantize_fp8)
+
+
+def jax_fp8(x, scale=None):
+    return tuple(map(np.asarray, _jitted_fp8(jnp.asarray(x), scale)))
+
+
+def constant_fp8(x, scale=None):
+    """With a scale that the compiler knows, as in a program that closes over its weights."""
+    return tuple(map(np.asarray, jax.jit(lambda x: quantize_fp8(x, scale))(jnp.asarray(x))))
+
+
+def torch_fp8(x, scale=None):
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'jax_mxfp4_moe[torch]'")
+    from jax_mxfp4_moe.implementations import torch as implementation
+
+    codes, scales = implementation.quantize_fp8(as_tensor(x), None if scale is None else torch.tensor(scale))
+    return codes.numpy(), scales.numpy()
+
+
+every_fp8 = pytest.mark.parametrize("run", [jax_fp8, constant_fp8, torch_fp8], ids=["xla", "xla_constant", "torch"])
+every_float = pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
+
+
+def assert_fp8_as_oracle(run, x, scale=None):
+    codes, scales = run(x, scale)
+    expected_codes, expected_scales = oracle.quantize_fp8(x, scale)
+    assert codes.dtype == np.uint8
+    assert scales.dtype == np.float32
+    np.testing.assert_array_equal(scales, expected_scales)
+    np.testing.assert_array_equal(codes, expected_codes)
+
+
+def test_oracle_has_the_values_of_ml_dtypes():
+    theirs = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    np.testing.assert_array_equal(oracle.E4M3_VALUES, theirs)
+    np.testing.assert_array_equal(np.signbit(oracle.E4M3_VALUES[128]), True)
+    decoded = dequantize_fp8(Fp8Array(jnp.arange(256, dtype=jnp.uint8), jnp.float32(0.5)))
+    np.testing.assert_array_equal(decoded, oracle.E4M3_VALUES / 2)
+
+
+@every_fp8
+def test_fp8_codes_of_every_bfloat16(run):
+    """Under scale 1 each is the cast of ml_dtypes, but saturated; NaN and infinity are NaN."""
+    x = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
+    codes, scales = run(x, 1.0)
+    assert (scales == 1).all()
+    with np.errstate(invalid="ignore"):
+        theirs = np.clip(x.astype(np.float32), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    finite = np.isfinite(x.astype(np.float32))
+    np.testing.assert_array_equal(codes[finite], theirs[finite])
+    assert (codes[~finite] == 0x7F).all()
+    assert {0x00, 0x80, 0x7E, 0xFE} <= set(codes[finite].tolist())
+
+
+@every_fp8
+def test_fp8_ties_and_their_neighbours(run):
+    """Every midpoint of two codes and the float32 numbers beside it, both signs; beyond 448 nothing overflows."""
+    midpoints = (oracle.E4M3_MAGNITUDES[1:] + oracle.E4M3_MAGNITUDES[:-1]) / 2
+    points = np.concatenate([midpoints, [448, 449, 463.9, 464, 465, 480, 1e30, 3e38]]).astype(np.float32)
+    rows = [points, next_after(points, 0, np.float32), next_after(points, np.inf, np.float32)]
+    x = np.stack([*rows, *(-row for row in rows)])
+    assert_fp8_as_oracle(run, x, 1.0)
+    with np.errstate(over="ignore"):
+        theirs = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_array_equal(run(x, 1.0)[0], theirs)
+
+
+@every_fp8
+def test_fp8_quotients_are_rounded_as_documented(run):
+    """Numbers whose quotient is a midpoint but for the rounding of 1 / scale and of the product, which decide."""
+    midpoints = (oracle.E4M3_MAGNITUDES[1:] + oracle.E4M3_MAGNITUDES[:-1]) / 2
+    scales = np.random.default_rng(0).uniform(0.5, 2, 64).astype(np.float32)
+    x = (midpoints * scales[:, None].astype(np.float64)).astype(np.float32)
+    divided = oracle.e4m3_codes(x / scales[:, None])  # the same without the rounding of 1 / scale
+    x = np.concatenate([x, 448 * scales[:, None]], axis=1)
+    assert_fp8_as_oracle(run, x)
+    codes, found = run(x)
+    assert (codes[:, -1] == 0x7E).all()
+    assert (codes[:, :-1] != divided).any()
+    np.testing.assert_allclose(found, scales, rtol=2e-7)
+    for scale, row in zip(scales[:3], x[:3], strict=True):
+        assert_fp8_as_oracle(run, row[None], scale)
+
+
+@every_fp8
+@every_float
+@pytest.mark.parametrize("scale", [None, 0.0123, 3.7e-20, 2.0**100])
+def test_fp8_of_numbers_of_every_size(run, dtype, scale):
+    """Bit by bit as the oracle, from the largest to the subnormal numbers of each type."""
+    rng = np.random.default_rng(0)
+    least, most = (-24, 14) if dtype == np.float16 else (-150, 126)
+    with np.errstate(over="ignore"):
+        x = (rng.normal(size=(400, 64)) * 2.0 ** rng.integers(least, most, (400, 1))).astype(np.float32).astype(dtype)
+    assert_fp8_as_oracle(run, x, scale)
+
+
+@every_fp8
+def test_fp8_scales_by_figure(run):
+    """A row's largest magnitude becomes +-448; a row of zeros keeps signs under a scale that is not 0."""
+    x = np.array([[448, 1, -2, 0], [-896, 896, 1, 3], [0, -0.0, 0, 0], [1e-45, -1e-40, 1e-38, 0]], np.float32)
+    codes, scales = run(x)
+    assert scales.tolist() == [1, 2, 2.0**-100, 2.0**-100]
+    assert codes[:2].tolist() == [[0x7E, 0x38, 0xC0, 0x00], [0xFE, 0x7E, 0x30, 0x3C]]
+    assert codes[2:].tolist() == [[0, 0x80, 0, 0], [0, 0x80, 0, 0]]
+    np.testing.assert_array_equal(oracle.dequantize_fp8(codes, scales)[:2], [[448, 1, -2, 0], [-896, 896, 1, 3]])
+
+
+@every_fp8
+@every_float
+def test_fp8_nan_and_infinity_are_never_lost(run, dtype):
+    """Without a static scale a bad element makes its row NaN, with one only itself; the neighbours stay as they were."""
+    x = np.tile(np.linspace(-3, 3, 32).astype(dtype), (6, 1))
+    x[[1, 2, 3], [0, 9, 31]] = np.array([np.nan, np.inf, -np.inf], dtype)
+    codes, scales = run(x)
+    assert np.isnan(scales).tolist() == [False, True, True, True, False, False]
+    assert (codes[1:4] == 0).all()
+    assert_fp8_as_oracle(run, x)
+    codes, scales = run(x, 0.01)
+    assert np.argwhere(codes == 0x7F).tolist() == [[1, 0], [2, 9], [3, 31]]
+    assert_fp8_as_oracle(run, x, 0.01)
+
+
+@every_fp8
+@pytest.mark.parametrize("scale", [0.0, -0.5, np.nan, np.inf, 1e-45, 2.0**-101, 2.0**101])
+def test_fp8_of_a_scale_that_is_none(run, scale):
+    """Everything becomes NaN, which cannot be overlooked."""
+    codes, scales = run(np.ones((2, 32), np.float32), scale)
+    assert np.isnan(scales).all()
+    assert (codes == 0).all()
+    assert np.isnan(dequantize_fp8(Fp8Array(jnp.asarray(codes), jnp.asarray(scales)))).all()
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Operands(NamedTuple):
 
     Attributes:
       x: [tokens, D].
-      weights: as `prepare` left them for the implementation.
+      weights: as `prepare` left them for the implementation; `activation_scale` only if `problem.has_activation_scale`.
       topk_weights: [tokens, K] float32, 0 where the slot is skipped.
       topk_ids: [tokens, K] int32, each in 0..E-1, or -1 where the slot is skipped; rows of weights, not global ids.
     """
@@ -63,8 +63,11 @@ class Steps(Protocol):
     def route(self, topk_ids: Any) -> Any:
         """Sorts rows by expert."""
 
-    def quantize(self, x: Any) -> Any:
-        """Rounds activations to `problem.activation_quant`; returns them as they are when that is None."""
+    def quantize(self, x: Any, scale: Any = None) -> Any:
+        """Rounds activations to `problem.activation_quant`; returns them as they are when that is None.
+
+        `scale` is the static scale of "fp8", or None.
+        """
 
     def stage1(self, x: Any, gate_up: Any, bias: Any, topk_weights: Any, routing: Any) -> Any:
         """Gate and up product, activation."""
@@ -84,6 +87,8 @@ class Implementation:
     """Layouts of weights that `run` accepts."""
     extra: str | None = None
     """The extra of this package that installs what it needs, if it needs any."""
+    presets: tuple[str, ...] = ()
+    """Names that the caller may give as `config`."""
 
     capturable: bool = False
     """Whether its pipeline may be recorded into a command buffer: it then allocates nothing, reads nothing back on the
@@ -111,6 +116,14 @@ class Implementation:
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
         """Every config worth trying for `problem`, the one to use untuned first. Law: each gives the same answer."""
         return [Config(())]
+
+    def preset(self, name: str, problem: MoeProblem, platform: str) -> Config:
+        """The config that `config=name` asks for, with a name of `presets`. It may carry a precision of its own.
+
+        Raises:
+          ValueError: the preset has nothing for `problem`.
+        """
+        raise NotImplementedError(f"{self.name} does not define preset.")
 
     def run(
         self,

@@ -17,7 +17,14 @@ from jax_mxfp4_moe.implementations.base import Config, Implementation, Operands,
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec, Plan
 from jax_mxfp4_moe.mxfp4 import BLOCK, E2M1_VALUES, SCALE_NAN
 from jax_mxfp4_moe.problem import MoeProblem
-from jax_mxfp4_moe.quantize import ROUND_UP_FROM, SCALE_RULE_CARRY
+from jax_mxfp4_moe.quantize import (
+    FP8_LARGEST_STATIC_SCALE,
+    FP8_LEAST_SCALE,
+    FP8_MAX,
+    FP8_NAN,
+    ROUND_UP_FROM,
+    SCALE_RULE_CARRY,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +37,13 @@ class Packed(NamedTuple):
     scales: torch.Tensor
 
 
+class Fp8(NamedTuple):
+    """`Fp8Array` on the torch side: codes [..., n] uint8 and scales [...] float32."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+
 class TorchWeights(NamedTuple):
     """`MoeWeights` on the torch side."""
 
@@ -37,6 +51,7 @@ class TorchWeights(NamedTuple):
     down: Packed
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+    activation_scale: torch.Tensor | None
 
 
 class TorchRouting(NamedTuple):
@@ -96,6 +111,29 @@ def _pair_values(device: torch.device) -> torch.Tensor:
     return torch.stack([value[byte & 0xF], value[byte >> 4]], dim=-1).view(torch.int64).flatten().to(device)
 
 
+def quantize_fp8(x: torch.Tensor, scale: torch.Tensor | None = None) -> Fp8:
+    """`jax_mxfp4_moe.quantize.quantize_fp8` in torch; bitwise the same answer."""
+    import torch
+
+    x = x.float()
+    if scale is None:
+        scales = (x.abs().amax(dim=-1) * (1 / FP8_MAX)).clamp(min=FP8_LEAST_SCALE)
+        is_good = scales.isfinite()
+    else:
+        scales = scale.float().expand(x.shape[:-1])
+        is_good = (scales >= FP8_LEAST_SCALE) & (scales <= FP8_LARGEST_STATIC_SCALE)
+    codes = (x * (1 / scales)[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.where(x.isfinite(), codes, FP8_NAN)
+    return Fp8(torch.where(is_good[..., None], codes, 0), torch.where(is_good, scales, torch.nan))
+
+
+def dequantize_fp8(fp8: Fp8) -> torch.Tensor:
+    """The values, float32 [..., n]."""
+    import torch
+
+    return fp8.codes.view(torch.float8_e4m3fn).float() * fp8.scales[..., None]
+
+
 def activate(gate: torch.Tensor, up: torch.Tensor, problem: MoeProblem) -> torch.Tensor:
     """`stage1.activate` in torch."""
     import torch
@@ -140,10 +178,12 @@ class TorchSteps:
                 row += size
         return TorchRouting(order, groups)
 
-    def quantize(self, x: torch.Tensor) -> torch.Tensor | Packed:
-        """Steps 2 and 4."""
+    def quantize(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor | Packed:
+        """Steps 2 and 4; fp8 activations are passed on as their values, in float32."""
         if self.problem.activation_quant is None:
             return x
+        if self.problem.activation_quant == "fp8":
+            return dequantize_fp8(quantize_fp8(x, scale))
         return quantize(x, self.problem.scale_rule, self.problem.rounding)
 
     def stage1(
@@ -216,8 +256,6 @@ class TorchImplementation(Implementation):
         """Needs torch, built for the platform."""
         if (missing := self.missing()) is not None:
             return missing
-        if problem is not None and problem.activation_quant not in (None, "mxfp4"):
-            return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
         if platform == "cpu":
             return None
         if problem is not None and problem.deterministic:
@@ -273,7 +311,8 @@ def _run_on_tensors(
     gate_up, down = (Packed(next(tensors), next(tensors)) for _ in range(2))
     gate_up_bias = next(tensors) if problem.has_gate_up_bias else None
     down_bias = next(tensors) if problem.has_down_bias else None
-    weights = TorchWeights(gate_up, down, gate_up_bias, down_bias)
+    activation_scale = next(tensors) if problem.has_activation_scale else None
+    weights = TorchWeights(gate_up, down, gate_up_bias, down_bias, activation_scale)
     topk_weights, topk_ids = tensors
     steps = TorchSteps(problem, *torch_call.carve(workspace, slots))
     outputs[0].copy_(pipeline(steps, Operands(x, weights, topk_weights, topk_ids)))  # type: ignore[arg-type]

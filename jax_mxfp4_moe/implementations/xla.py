@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_mxfp4_moe.implementations.base import Config, Implementation, Operands, Pipeline
 from jax_mxfp4_moe.mxfp4 import Mxfp4Array
 from jax_mxfp4_moe.problem import MoeProblem
-from jax_mxfp4_moe.quantize import quantize
+from jax_mxfp4_moe.quantize import dequantize_fp8, quantize, quantize_fp8
 from jax_mxfp4_moe.route import Routing, route
 from jax_mxfp4_moe.stage1 import stage1
 from jax_mxfp4_moe.stage2 import stage2
@@ -32,10 +32,12 @@ class XlaSteps:
         """Step 1."""
         return route(topk_ids, self.problem.experts)
 
-    def quantize(self, x: jax.Array) -> jax.Array | Mxfp4Array:
-        """Steps 2 and 4."""
+    def quantize(self, x: jax.Array, scale: jax.Array | None = None) -> jax.Array | Mxfp4Array:
+        """Steps 2 and 4; fp8 activations are passed on as their values, in float32."""
         if self.problem.activation_quant is None:
             return x
+        if self.problem.activation_quant == "fp8":
+            return dequantize_fp8(quantize_fp8(x, scale))
         return quantize(x, scale_rule=self.problem.scale_rule, rounding=self.problem.rounding)  # type: ignore[arg-type]
 
     def stage1(self, x: Any, gate_up: Any, bias: Any, topk_weights: jax.Array, routing: Routing) -> jax.Array:
@@ -53,9 +55,7 @@ class XlaImplementation(Implementation):
     name = "xla"
 
     def why_not(self, problem: MoeProblem | None, platform: str) -> str | None:
-        """It runs everywhere, and lacks only fp8 activations."""
-        if problem is not None and problem.activation_quant not in (None, "mxfp4"):
-            return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
+        """It runs everything everywhere."""
         return None
 
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
@@ -76,8 +76,9 @@ class XlaImplementation(Implementation):
         bridge: str | None,
     ) -> jax.Array:
         """Traces the pipeline into the caller's computation."""
-        # Every MXFP4 value is a bfloat16 value, so bfloat16 operands lose nothing unless x itself is wider. XLA's CPU
-        # products are fastest in float32.
-        narrow = platform != "cpu" and (problem.dtype == "bfloat16" or problem.activation_quant == "mxfp4")
+        # Every MXFP4 value is a bfloat16 value, so bfloat16 operands lose nothing unless x itself is wider, or an E4M3 value times its
+        # scale. XLA's CPU products are fastest in float32.
+        quant = problem.activation_quant
+        narrow = platform != "cpu" and (quant == "mxfp4" or (quant is None and problem.dtype == "bfloat16"))
         steps = XlaSteps(problem, int(config["tile_rows"]), jnp.bfloat16 if narrow else jnp.float32)
         return pipeline(steps, operands)

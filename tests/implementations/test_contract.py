@@ -17,10 +17,11 @@ from cases import Case, far_from_ties, random_case, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_mxfp4_moe import mxfp4_moe, prepare, testing
+from jax_mxfp4_moe import mxfp4_moe, prepare, stage1, testing
 from jax_mxfp4_moe.device import platforms
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
 from jax_mxfp4_moe.mxfp4 import PACKED
+from jax_mxfp4_moe.problem import resolve_activation
 from jax_mxfp4_moe.testing import relative_error
 
 NAMES = ("xla", "torch", "triton")
@@ -28,6 +29,7 @@ NAMES = ("xla", "torch", "triton")
 # and the tolerance of plain float32 holds for them too.
 TOLERANCES = {**testing.TOLERANCES, ("float32", "mxfp4"): testing.TOLERANCES["float32", None]}
 RECIPES = (("float32", None), ("bfloat16", None), ("float32", "mxfp4"), ("bfloat16", "mxfp4"))
+FP8_RECIPES = (("float32", "fp8"), ("bfloat16", "fp8"))
 
 
 @pytest.fixture(params=NAMES)
@@ -149,12 +151,22 @@ def test_shapes_with_quantized_activations(name, shape):
     check(make_case(*RECIPES[3], **SHAPES[shape]), name, RECIPES[3][1])
 
 
-@pytest.mark.parametrize(("dtype", "activation_quant"), [*RECIPES, ("float16", None), ("float16", "mxfp4")])
+@pytest.mark.parametrize("shape", ["one_token", "biases_and_skips"])
+def test_shapes_with_fp8_activations(name, shape):
+    check(make_case(*FP8_RECIPES[1], **SHAPES[shape]), name, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "activation_quant"),
+    [*RECIPES, *FP8_RECIPES, ("float16", None), ("float16", "mxfp4"), ("float16", "fp8")],
+)
 def test_recipes(name, dtype, activation_quant):
     check(make_case(dtype, activation_quant, biases=True), name, activation_quant)
 
 
-@pytest.mark.parametrize(("dtype", "activation_quant"), [("bfloat16", None), ("bfloat16", "mxfp4")])
+@pytest.mark.parametrize(
+    ("dtype", "activation_quant"), [("bfloat16", None), ("bfloat16", "mxfp4"), ("bfloat16", "fp8")]
+)
 def test_bfloat16_rounds_where_it_is_said_to(name, dtype, activation_quant):
     """h and y are rounded to bfloat16 once each, and nothing else is.
 
@@ -262,7 +274,7 @@ def test_ids_of_a_type_that_cannot_hold_all_experts(name):
     check(case.replace(topk_ids=np.array([[127, 0], [3, -128], [126, 2]], np.int8)), name, None)
 
 
-@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
+@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3], FP8_RECIPES[1]])
 def test_masked_rows_are_never_read(name, dtype, activation_quant):
     """Field case 6: NaN and infinity in rows 5..7 of 8 reach nobody, by mask or by ids of -1; rows 0..4 are bit-equal."""
     case = random_case(tokens=8, dtype=dtype, biases=True)
@@ -299,7 +311,7 @@ def test_nan_in_the_weights_of_a_skipped_slot_is_not_read(name):
     check(case.replace(topk_ids=ids, topk_weights=weights), name, None)
 
 
-@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3]])
+@pytest.mark.parametrize(("dtype", "activation_quant"), [RECIPES[0], RECIPES[3], FP8_RECIPES[0]])
 def test_router_weight_on_input(name, dtype, activation_quant):
     """The router weight multiplies the stage 1 product instead of the result; the biases are then not weighted."""
     options = {"apply_router_weight_on_input": True}
@@ -348,6 +360,91 @@ def test_weights_say_which_recipe(name):
     assert (np.asarray(auto) != np.asarray(case.run(**run))).any()
     overridden = case.run(weights=made_for_mxfp4, activation_quant=None, **run)
     np.testing.assert_array_equal(overridden, case.run(**run))
+
+
+# --- fp8 activations -------------------------------------------------------------------------------------------------
+
+SCALES = (3 / 448, 1 / 448)  # the second of them small, so that values of h saturate
+
+
+def test_static_scales(name):
+    """One scale for all of x and one for all of h, not mixed up, and not the scales of rows."""
+    case = random_case(biases=True)
+    y = check(case, name, "fp8", activation_scale=SCALES)
+    expected = case.expected(activation_quant="fp8", activation_scale=SCALES)
+    for others in (None, SCALES[::-1], (SCALES[0], SCALES[0])):
+        other = case.expected(activation_quant="fp8", activation_scale=others)
+        assert relative_error(other, expected) > 3 * TOLERANCES["float32", "fp8"]
+    array = case.run(implementation=name, activation_quant="fp8", activation_scale=np.array(SCALES, np.float32))
+    np.testing.assert_array_equal(array, y)
+
+
+def test_scales_that_the_weights_hold(name):
+    """Static scales of a checkpoint travel with the weights; an argument goes before them, and other recipes ignore them."""
+    case = random_case(tokens=6)
+    skip_unless_able(case, name, "fp8", activation_scale=SCALES)
+    run = {"implementation": name, "jit": False}
+    weights = case.weights.replace(activation_quant="fp8", activation_scale=jnp.asarray(SCALES, jnp.float32))
+    expected = case.run(activation_quant="fp8", activation_scale=SCALES, **run)
+    np.testing.assert_array_equal(case.run(weights=weights, **run), expected)
+    np.testing.assert_array_equal(case.run(weights=prepare(weights, name), **run), expected)
+    np.testing.assert_array_equal(
+        case.run(weights=weights, activation_scale=SCALES[::-1], **run),
+        case.run(activation_quant="fp8", activation_scale=SCALES[::-1], **run),
+    )
+    np.testing.assert_array_equal(case.run(weights=weights, activation_quant=None, **run), case.run(**run))
+    dynamic = case.run(weights=weights.replace(activation_scale=None), **run)
+    np.testing.assert_array_equal(dynamic, case.run(activation_quant="fp8", **run))
+    assert (np.asarray(dynamic) != np.asarray(expected)).any()
+
+
+def test_static_scales_are_traced(name):
+    """One compilation for all scales; a scan over layers takes each layer's own, [2] out of [L, 2]."""
+    layers = [random_case(seed=seed, tokens=4, hidden=32, intermediate=32) for seed in range(2)]
+    first = layers[0]
+    skip_unless_able(first, name, "fp8", activation_scale=SCALES)
+    scales = [np.array(SCALES, np.float32), np.array(SCALES, np.float32) * 3]
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves),
+        *(
+            case.weights.replace(activation_scale=jnp.asarray(scale))
+            for case, scale in zip(layers, scales, strict=True)
+        ),
+    )
+    assert stacked.activation_scale.shape == (2, 2)
+
+    @jax.jit
+    def model(x, stacked):
+        def block(x, weights):
+            y = mxfp4_moe(x, weights, first.topk_weights, first.topk_ids, activation_quant="fp8", implementation=name)
+            return y, y
+
+        return jax.lax.scan(block, x, stacked)[1]
+
+    x = first.x
+    for case, scale, y in zip(layers, scales, model(first.x, stacked), strict=True):
+        case = case.replace(x=np.asarray(x), topk_weights=first.topk_weights, topk_ids=first.topk_ids)
+        expected = case.expected(activation_quant="fp8", activation_scale=scale)
+        assert relative_error(y, expected) <= TOLERANCES["float32", "fp8"]
+        x = y
+
+
+def test_a_row_that_is_not_finite_stays_alone(name):
+    """NaN in a row that is not masked is NaN in that row of y, whole, and in no other; a bad static scale is NaN in all."""
+    case = random_case(tokens=5)
+    skip_unless_able(case, name, "fp8")
+    run = {"implementation": name, "activation_quant": "fp8"}
+    x = case.x.copy()
+    x[1, 3], x[4, 0] = np.nan, -np.inf
+    clean = np.asarray(case.run(**run))
+    for scale in (None, SCALES):
+        y = np.asarray(case.replace(x=x).run(activation_scale=scale, **run))
+        assert np.isnan(y[[1, 4]]).all()
+        assert np.isfinite(y[[0, 2, 3]]).all()
+        if scale is None:
+            np.testing.assert_array_equal(y[[0, 2, 3]], clean[[0, 2, 3]])
+    for scale in ((0.0, 0.1), (0.1, -1.0)):
+        assert np.isnan(np.asarray(case.run(activation_scale=scale, **run))).all()
 
 
 # --- activations -----------------------------------------------------------------------------------------------------
@@ -405,6 +502,44 @@ def test_activations(name, activation, dtype, activation_quant):
         for other in ACTIVATIONS:
             if other != activation:
                 assert relative_error(case.expected(**ACTIVATIONS[other]), expected) > 5 * TOLERANCES["float32", None]
+
+
+def jax_activation(gate, up, problem):
+    return np.asarray(jax.jit(stage1.activate, static_argnums=2)(gate, up, problem))
+
+
+def torch_activation(gate, up, problem):
+    torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'jax_mxfp4_moe[torch]'")
+    from jax_mxfp4_moe.implementations.torch import activate
+
+    return activate(torch.from_numpy(gate), torch.from_numpy(up), problem).numpy()
+
+
+@pytest.mark.parametrize("run", [jax_activation, torch_activation], ids=["xla", "torch"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_at_the_edges_of_their_clamps(run, activation):
+    """At a limit, one float32 beside it and far beyond it, either way; a NaN passes every clamp."""
+    options = ACTIVATIONS[activation]
+    name = options["activation"]
+    alpha, limit = resolve_activation("test", name, options.get("activation_alpha"), options.get("activation_limit"))
+    resolved = {"activation": name, "activation_alpha": alpha, "activation_limit": limit}
+    problem = random_case(tokens=1).problem(None, **resolved)
+    edge = np.float32(limit or 4)
+    beside = [np.nextafter(edge, np.float32(np.inf)), np.nextafter(edge, np.float32(0))]
+    values = np.array([0, 1e-30, 0.5, 1, 2, *beside, edge, 8, 30, 1e4], np.float32)
+    values = np.concatenate([-values[1:], values])
+    gate, up = (part.ravel().copy() for part in np.meshgrid(values, values))
+    expected = oracle.activate(gate, up, name, alpha, limit)
+    actual = run(gate, up, problem)
+    # Both gelu are float32 roundings of 1 + erf or 1 + tanh, which cancel where the gate is negative.
+    size = np.abs(gate.astype(np.float64) * up) if limit is None else 0.0
+    assert (np.abs(actual - expected) <= 2e-6 * np.abs(expected) + 2e-7 * size + 1e-37).all()
+    if limit is not None:
+        beyond = run(np.array([1e30, np.inf], np.float32), np.array([np.inf, 1e30], np.float32), problem)
+        assert np.isfinite(beyond).all()
+        np.testing.assert_allclose(beyond, oracle.activate(1e30, 1e30, name, alpha, limit), rtol=1e-6)
+    nan, one = np.array([np.nan, 1], np.float32), np.array([1, np.nan], np.float32)
+    assert np.isnan(run(nan, one, problem)).all()
 
 
 # --- under transformations -------------------------------------------------------------------------------------------

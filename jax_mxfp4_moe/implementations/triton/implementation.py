@@ -141,8 +141,7 @@ def _has_float8(platform: str) -> bool:
 
 
 def _with_stacks(weights: MoeWeights, gate_up: Mxfp4Array, down: Mxfp4Array) -> MoeWeights:
-    quant = weights.activation_quant
-    return MoeWeights(gate_up, down, weights.gate_up_bias, weights.down_bias, activation_quant=quant)
+    return weights.replace(gate_up=gate_up, down=down)
 
 
 def default_config(problem: MoeProblem, product: str) -> Config:

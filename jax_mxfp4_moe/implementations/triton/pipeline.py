@@ -37,6 +37,7 @@ class TritonWeights(NamedTuple):
     down: Packed
     gate_up_bias: Any
     down_bias: Any
+    activation_scale: None = None
 
 
 class Planes(NamedTuple):
@@ -213,7 +214,7 @@ class TritonSteps:
         self.launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
         self.launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
 
-    def quantize(self, x: Any) -> Planes:
+    def quantize(self, x: Any, scale: None = None) -> Planes:
         """Steps 2 and 4: rows in operand form, rounded to MXFP4 if the problem asks for it."""
         f, b, p = self.facts, self.buffers, self.facts.problem
         if x is self.operands.x:
