@@ -1,0 +1,369 @@
+"""Layers over a mesh of 8 virtual CPU devices; `test_parallel.py` runs these in a process of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import random_case
+from checkpoint import synthetic
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_mxfp4_moe import append_shared_experts, checkpoint, mxfp4_moe, parallel
+from jax_mxfp4_moe.parallel import load_sharded, shard_weights, sharded_mxfp4_moe, unshard_weights
+from jax_mxfp4_moe.testing import TOLERANCES, relative_error
+
+assert len(jax.devices()) == 8, "run by test_parallel.py"
+
+
+def mesh_of(kind=AxisType.Auto, **axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
+MESHES = {
+    "expert8": ({"expert": 8}, {"expert_axis": "expert"}, None),
+    "tensor3of8": ({"tensor": 8}, {"tensor_axis": "tensor"}, None),
+    "token2xexpert4": ({"token": 2, "expert": 4}, {"expert_axis": "expert"}, "token"),
+    "expert2xtensor4": ({"expert": 2, "tensor": 4}, {"expert_axis": "expert", "tensor_axis": "tensor"}, None),
+    "token2xexpert2xtensor2": (
+        {"token": 2, "expert": 2, "tensor": 2},
+        {"expert_axis": "expert", "tensor_axis": "tensor"},
+        "token",
+    ),
+    "token8": ({"token": 8}, {}, "token"),
+}
+EXPERTS, SHARED = 8, 1
+
+
+def layer(seed=0, *, tokens=21, biases=True, **options):
+    """8 routed experts and 1 shared; 288 columns are 9 blocks, which 4 and 8 ranks do not divide. Global ids, some of them skipped."""
+    case = random_case(
+        seed=seed, tokens=tokens, experts=EXPERTS + SHARED, top_k=2, intermediate=288, biases=biases, **options
+    )
+    rng = np.random.default_rng(seed)
+    ids = np.stack([rng.permutation(EXPERTS)[:2] for _ in range(int(np.prod(tokens)))]).astype(np.int32)
+    ids = ids.reshape(case.topk_ids.shape)
+    ids.reshape(-1)[::7] = -1
+    weights, ids = append_shared_experts(jnp.asarray(case.topk_weights), jnp.asarray(ids), EXPERTS, SHARED)
+    return case.replace(topk_weights=np.asarray(weights), topk_ids=np.asarray(ids))
+
+
+def emulated_ragged_all_to_all(a, out, starts, sizes, out_starts, out_sizes, *, axis_name):
+    """What the operation is documented to do, by gathering everything: a CPU lacks it."""
+    everything = [lax.all_gather(b, axis_name) for b in (a, starts, sizes, out_starts)]
+    rank, at = lax.axis_index(axis_name), jnp.arange(out.shape[0])
+    for source in range(len(everything[0])):
+        rows, start, size, to = everything[0][source], *(b[source, rank] for b in everything[1:])
+        out = jnp.where(
+            ((at >= to) & (at < to + size))[:, None], rows[jnp.clip(at - to + start, 0, len(rows) - 1)], out
+        )
+    return out
+
+
+@pytest.fixture
+def ragged(monkeypatch):
+    monkeypatch.setattr(parallel, "ragged_all_to_all", emulated_ragged_all_to_all)
+    monkeypatch.setattr(parallel, "_has_ragged_all_to_all", lambda mesh: True)
+
+
+def check(case, axes, split, token_axis, kind=AxisType.Auto, *, implementation=None, jit=True, **options):
+    mesh = mesh_of(kind, **axes)
+    weights = shard_weights(case.weights, mesh, num_shared_experts=SHARED, **split)
+    operands = jax.tree.map(jnp.asarray, (case.x, case.topk_weights, case.topk_ids))
+
+    def call(weights, x, topk_weights, topk_ids):
+        return sharded_mxfp4_moe(
+            x, weights, topk_weights, topk_ids, token_axis=token_axis, implementation=implementation, **options
+        )
+
+    y = (jax.jit(call) if jit else call)(weights, *operands)
+    mxfp4 = {name: value for name, value in options.items() if name != "dispatch"}
+    assert y.shape == case.x.shape
+    recipe = (options.get("activation_quant"), str(case.x.dtype))
+    return relative_error(np.asarray(y, np.float64), case.expected(**mxfp4)), recipe
+
+
+@pytest.mark.parametrize("dispatch", ["replicated", "all_to_all"])
+@pytest.mark.parametrize("name", MESHES)
+def test_every_mesh_equals_one_device(name, dispatch):
+    axes, split, token_axis = MESHES[name]
+    if dispatch == "all_to_all" and "expert_axis" not in split:
+        pytest.skip("all_to_all needs an expert axis")
+    error, _ = check(layer(), axes, split, token_axis, dispatch=dispatch)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("name", ["expert8", "token2xexpert2xtensor2"])
+def test_ragged_exchange(ragged, name):
+    axes, split, token_axis = MESHES[name]
+    error, _ = check(layer(1), axes, split, token_axis, dispatch="all_to_all")
+    assert error < 1e-5
+
+
+def test_ragged_exchange_of_the_worst_case(ragged):
+    """Every token goes to the same rank, whose buffer must hold them all."""
+    case = layer(2)
+    ids = np.stack([np.full(21, 6), np.full(21, -1), np.full(21, EXPERTS)], axis=1)
+    assert check(case.replace(topk_ids=ids), *MESHES["expert8"], dispatch="all_to_all")[0] < 1e-5
+
+
+@pytest.mark.parametrize("dispatch", ["replicated", "all_to_all"])
+@pytest.mark.parametrize("tokens", [1, 3, (2, 3, 4)])
+def test_few_tokens_and_leading_axes(tokens, dispatch):
+    assert check(layer(3, tokens=tokens), *MESHES["token2xexpert4"], dispatch=dispatch)[0] < 1e-5
+
+
+def test_no_tokens():
+    case = layer(3, tokens=4)
+    empty = case.replace(**{name: getattr(case, name)[:0] for name in ("x", "topk_weights", "topk_ids")})
+    mesh = mesh_of(expert=8)
+    weights = shard_weights(case.weights, mesh, expert_axis="expert", num_shared_experts=SHARED)
+    y = sharded_mxfp4_moe(empty.x, weights, empty.topk_weights, empty.topk_ids)
+    assert y.shape == empty.x.shape
+    assert y.dtype == empty.x.dtype
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+@pytest.mark.parametrize("quant", [None, "mxfp4"])
+def test_implementations_in_bfloat16(implementation, quant):
+    case = layer(4, dtype="bfloat16")
+    error, recipe = check(
+        case, *MESHES["expert2xtensor4"], implementation=implementation, activation_quant=quant
+    )  # fmt: skip
+    assert error < TOLERANCES[recipe[1], recipe[0]]
+
+
+def test_other_activations_and_weights_on_the_input():
+    """A padded column has gate = up = 0, which every activation turns into 0."""
+    for options in (
+        {"activation": "swiglu_oai", "activation_alpha": 1.702, "activation_limit": 7.0},
+        {"activation": "gelu"},
+        {"activation": "silu_post_clamped", "activation_limit": 1.0},
+        {"apply_router_weight_on_input": True},
+    ):
+        assert check(layer(5), *MESHES["tensor3of8"], **options)[0] < 1e-5
+
+
+def test_token_mask():
+    case = layer(6)
+    mask = np.arange(21) % 3 > 0
+    case.x[~mask] = np.nan
+    error, _ = check(case, *MESHES["token2xexpert4"], token_mask=mask)
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("dispatch", ["replicated", "all_to_all"])
+def test_explicit_axes_and_sharded_input(dispatch):
+    """On a mesh whose axes are Explicit, shardings are part of types; input may come in any."""
+    case = layer(7, tokens=16)
+    mesh = mesh_of(AxisType.Explicit, token=2, expert=4)
+    weights = shard_weights(case.weights, mesh, expert_axis="expert", num_shared_experts=SHARED)
+    spec = PartitionSpec(("token", "expert"))
+    operands = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (case.x, case.topk_weights, case.topk_ids)]
+    with jax.set_mesh(mesh):
+        y = jax.jit(lambda w, *a: sharded_mxfp4_moe(a[0], w, *a[1:], token_axis="token", dispatch=dispatch))(
+            weights, *operands
+        )
+    assert relative_error(np.asarray(y), case.expected()) < 1e-5
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_unshard_is_the_inverse(name):
+    axes, split, _ = MESHES[name]
+    weights = layer(8).weights
+    there_and_back = unshard_weights(shard_weights(weights, mesh_of(**axes), num_shared_experts=SHARED, **split))
+    jax.tree.map(np.testing.assert_array_equal, there_and_back, weights)
+    assert jax.tree.structure(there_and_back) == jax.tree.structure(weights)
+
+
+def test_case_15_uneven_and_empty_ranks():
+    """9 blocks on 4 ranks are 96, 96, 96 and 0 columns; every rank has arrays of the same shape."""
+    sharded = shard_weights(
+        layer().weights, mesh_of(tensor=4, token=2), tensor_axis="tensor", num_shared_experts=SHARED
+    )
+    assert [sharded.split.columns_of(rank) for rank in range(4)] == [(0, 96), (96, 192), (192, 288), (288, 288)]
+    codes = sharded.parts.down.codes
+    assert codes.shape == (4, 1, EXPERTS + SHARED, 64, 48)
+    assert {shard.data.shape for shard in codes.addressable_shards} == {(1, 1, EXPERTS + SHARED, 64, 48)}
+    assert not np.asarray(codes[3]).any()
+
+
+def test_case_28_no_weight_is_gathered():
+    """In the compiled program no collective carries packed bytes."""
+    case = layer()
+    for dispatch in parallel.DISPATCHES:
+        mesh = mesh_of(token=2, expert=4)
+        weights = shard_weights(case.weights, mesh, expert_axis="expert", num_shared_experts=SHARED)
+        text = (
+            jax.jit(lambda *a, d=dispatch: sharded_mxfp4_moe(*a, token_axis="token", dispatch=d, implementation="xla"))
+            .lower(case.x, weights, case.topk_weights, case.topk_ids)
+            .compile()
+            .as_text()
+        )
+        moved = [line for line in text.splitlines() if "all-gather(" in line or "all-reduce(" in line]
+        assert moved
+        assert not [line for line in moved if "u8[" in line]
+
+
+def test_layers_in_a_scan():
+    case = layer(9)
+    mesh = mesh_of(token=2, expert=4)
+    weights = shard_weights(case.weights, mesh, expert_axis="expert", num_shared_experts=SHARED)
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), weights)
+
+    @jax.jit
+    def run(stack, x, topk_weights, topk_ids):
+        def one(x, weights):
+            return sharded_mxfp4_moe(x, weights, topk_weights, topk_ids, token_axis="token"), None
+
+        return lax.scan(one, x, stack)[0]
+
+    y = run(stack, case.x, case.topk_weights, case.topk_ids)
+    first = case.expected().astype(np.float32)
+    assert relative_error(np.asarray(y), case.replace(x=first).expected()) < 1e-4
+
+
+@pytest.mark.parametrize("exchange", ["replicated", "padded", "ragged"])
+def test_gradients_equal_one_device(exchange, request):
+    if exchange == "ragged":
+        request.getfixturevalue("ragged")
+    case = layer(10)
+    axes, split, token_axis = MESHES["token2xexpert2xtensor2"]
+    sharded = shard_weights(case.weights, mesh_of(**axes), num_shared_experts=SHARED, **split)
+    cotangent = np.random.default_rng(0).normal(size=case.x.shape).astype(np.float32)
+    dispatch = "replicated" if exchange == "replicated" else "all_to_all"
+
+    def with_biases(weights, gate_up_bias, down_bias):
+        return weights.replace(gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def over_mesh(x, topk_weights, gate_up_bias, down_bias):
+        weights = parallel.ShardedMoeWeights(with_biases(sharded.parts, gate_up_bias, down_bias), sharded.split)
+        y = sharded_mxfp4_moe(x, weights, topk_weights, case.topk_ids, token_axis=token_axis, dispatch=dispatch)
+        return (y * cotangent).sum()
+
+    def on_one(x, topk_weights, gate_up_bias, down_bias):
+        y = mxfp4_moe(x, with_biases(case.weights, gate_up_bias, down_bias), topk_weights, case.topk_ids)
+        return (y * cotangent).sum()
+
+    biases = sharded.parts.gate_up_bias, sharded.parts.down_bias
+    got = jax.jit(jax.grad(over_mesh, (0, 1, 2, 3)))(case.x, case.topk_weights, *biases)
+    want = jax.jit(jax.grad(on_one, (0, 1, 2, 3)))(
+        case.x, case.topk_weights, case.weights.gate_up_bias, case.weights.down_bias
+    )
+    for mine, theirs in zip(got[:2], want[:2], strict=True):
+        assert relative_error(np.asarray(mine), np.asarray(theirs)) < 1e-5
+    # The gradient of a part lies where the part does; those of the copies of a shared expert add up.
+    parts = [np.asarray(g).reshape(*g.shape[:3], -1, g.shape[-1] // n) for g, n in zip(got[2:], (2, 1), strict=True)]
+    for part, theirs, halves in zip(parts, want[2:], (2, 1), strict=True):
+        routed = part[:, :, : EXPERTS // 2].reshape(part.shape[0], EXPERTS, *part.shape[3:])
+        every = np.concatenate([routed, part[:, :, EXPERTS // 2 :].sum(1)], axis=1)
+        if halves == 2:  # [tensor, expert, half, column]
+            mine = (
+                every.transpose(1, 2, 0, 3).reshape(EXPERTS + SHARED, 2, -1)[:, :, :288].reshape(EXPERTS + SHARED, -1)
+            )
+        else:
+            assert not every[1].any()
+            mine = every[0, :, 0]
+        assert relative_error(mine, np.asarray(theirs)) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain jax.jit on arrays that have a sharding
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["xla", "torch"])
+def test_plain_jit_divides_tokens(implementation):
+    """Each device does its own tokens, in both passes; no activation and no weight is gathered."""
+    case = layer(11, tokens=16)
+    mesh = mesh_of(data=4, other=2)
+    by_token = NamedSharding(mesh, PartitionSpec("data"))
+    weights = jax.device_put(case.weights, NamedSharding(mesh, PartitionSpec()))
+    operands = jax.device_put((case.x, case.topk_weights, case.topk_ids), by_token)
+
+    def forward(weights, x, topk_weights, topk_ids):
+        return mxfp4_moe(x, weights, topk_weights, topk_ids, implementation=implementation)
+
+    compiled = jax.jit(forward).lower(weights, *operands).compile()
+    y = compiled(weights, *operands)
+    assert relative_error(np.asarray(y), case.expected()) < 1e-5
+    assert y.sharding.is_equivalent_to(by_token, 2)
+    assert "all-gather(" not in compiled.as_text()
+
+    def loss(x, topk_weights, biases, topk_ids, weights):
+        weights = weights.replace(gate_up_bias=biases[0], down_bias=biases[1])
+        return (forward(weights, x, topk_weights, topk_ids) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    biases = weights.gate_up_bias, weights.down_bias
+    got = gradient(operands[0], operands[1], biases, operands[2], weights)
+    want = gradient(
+        case.x, case.topk_weights, (case.weights.gate_up_bias, case.weights.down_bias), case.topk_ids, case.weights
+    )
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert relative_error(np.asarray(mine), np.asarray(theirs)) < 1e-5
+    assert got[0].sharding.is_equivalent_to(by_token, 2)
+
+
+def test_plain_jit_with_tokens_that_do_not_divide():
+    case = layer(12, tokens=18)
+    mesh = mesh_of(data=4, other=2)
+
+    @jax.jit
+    def run(x, weights, topk_weights, topk_ids):
+        x = lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("data")))
+        return mxfp4_moe(x, weights, topk_weights, topk_ids)
+
+    y = run(case.x, case.weights, case.topk_weights, case.topk_ids)
+    assert relative_error(np.asarray(y), case.expected()) < 1e-5
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("expert"), PartitionSpec(None, "expert")])
+def test_plain_jit_refuses_weights_that_are_divided(spec):
+    """XLA would gather all experts in every call. Inside jit it is seen when XLA divides the program, outside at once."""
+    case = random_case(seed=13, experts=8, intermediate=256)
+    weights = jax.device_put(case.weights, NamedSharding(mesh_of(expert=8), spec))
+    operands = case.x, case.topk_weights, case.topk_ids
+    for call in (mxfp4_moe, jax.jit(mxfp4_moe)):
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="divided over devices") as error:
+            call(operands[0], weights, *operands[1:])
+        assert "shard_weights(weights, mesh, expert_axis=...)" in str(error.value)
+
+
+def test_plain_jit_on_explicit_axes_refuses_at_trace_time():
+    case = random_case(seed=13, experts=8)
+    mesh = mesh_of(AxisType.Explicit, expert=8)
+    weights = jax.device_put(case.weights, NamedSharding(mesh, PartitionSpec("expert")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="divided over devices"):
+        jax.jit(mxfp4_moe).trace(case.x, weights, case.topk_weights, case.topk_ids)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [{"expert_axis": "expert", "tensor_axis": "tensor"}, {"tensor_axis": "tensor"}])
+def test_sharded_loading_equals_sharding(tmp_path, split):
+    synthetic.quark(tmp_path, experts=8)
+    mesh = mesh_of(expert=4, tensor=2)
+    whole = checkpoint.load(tmp_path, layer=1, include_shared=True)
+    shared = checkpoint.describe(tmp_path).num_shared_experts
+    assert shared
+    loaded = load_sharded(tmp_path, mesh, layer=1, include_shared=True, **split)
+    sharded = shard_weights(whole, mesh, num_shared_experts=shared, **split)
+    assert loaded.split == sharded.split
+    jax.tree.map(np.testing.assert_array_equal, loaded, sharded)
+
+
+def test_sharded_loading_reads_each_part_once(tmp_path, monkeypatch):
+    """As every process does for its own devices, in a run with one process for each."""
+    synthetic.quark(tmp_path, experts=8)
+    asked = []
+    load = checkpoint.load
+    monkeypatch.setattr(
+        checkpoint, "load", lambda *a, **k: asked.append((k["experts"], k["intermediate"])) or load(*a, **k)
+    )
+    load_sharded(tmp_path, mesh_of(data=2, expert=4), layer=1, expert_axis="expert")
+    features = checkpoint.describe(tmp_path).intermediate_size
+    assert asked == [([2 * rank, 2 * rank + 1], slice(0, features)) for rank in range(4)]
