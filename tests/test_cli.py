@@ -33,6 +33,7 @@ def test_doctor():
     assert done.exit_code == 0
     assert json.loads(done.output)["implementations"]["xla"]["cpu"] is None
     assert "| `xla` | yes | yes | yes | yes |" in invoke("doctor", "--support").output
+    assert "| v0.1.9 |" in invoke("doctor", "--aiter-releases").output
 
 
 def test_bench(tiny, tmp_path, monkeypatch):
@@ -78,7 +79,10 @@ def test_tune_passes_its_status_on(tiny, tmp_path, monkeypatch):
     ("arguments", "told"),
     [
         (("bench", "nope"), "workload 'nope' given; expected one of cpu_"),
-        (("bench", "--implementation", "nope"), "implementation 'nope' given; expected one of triton, torch, xla"),
+        (
+            ("bench", "--implementation", "nope"),
+            "implementation 'nope' given; expected one of aiter, triton, torch, xla",
+        ),
         (("bench", "--bridge", "nope"), "bridge 'nope' given; expected one of graph, eager, callback"),
         (("bench", "--repeats", "0"), "--repeats"),
         (("tune", "nope", "--out", "."), "workload 'nope' given"),

@@ -1,4 +1,4 @@
-"""Fills tuning tables: measures every config of an implementation, and keeps those that beat its first one."""
+"""Fills tuning tables: measures every config of an implementation, and keeps the first one or what beats it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_mxfp4_moe import bench, device, doctor, implementations, testing, workloads
 from jax_mxfp4_moe.implementations.base import Config, Implementation
-from jax_mxfp4_moe.tuning.table import CONFIG_PREFIX, KEY_COLUMNS, key_of
+from jax_mxfp4_moe.tuning.table import CONFIG_PREFIX, KEY_COLUMNS, key_of, problem_of
 from jax_mxfp4_moe.workloads import Workload
 
 MARGIN = 0.03
@@ -26,7 +26,7 @@ class Found:
 
     Attributes:
       default: the config that runs untuned.
-      winner: the config to write; None if the default is as good, within the noise.
+      winner: the config that beats the default; None if the default is as good, within the noise.
       times: microseconds of every config that gave the right answer, round by round.
       wrong: errors of those that did not.
       why: why nothing was measured, if so.
@@ -80,13 +80,13 @@ def winner(default: Config, times: dict[Config, np.ndarray]) -> Config | None:
 
 
 def row_of(found: Found) -> dict[str, str]:
-    """The table row of a workload that has a winner: key, config, and where the figures are from."""
-    assert found.winner is not None, found
+    """The table row of a workload whose default is right: key, config, and where the figures are from."""
+    kept = found.winner or found.default
     versions = doctor.versions()
     return {
         **dict(zip(KEY_COLUMNS, key_of(found.workload.problem), strict=True)),
-        **{f"{CONFIG_PREFIX}{name}": str(value) for name, value in found.winner.items},
-        "us": f"{np.median(found.times[found.winner]):.1f}",
+        **{f"{CONFIG_PREFIX}{name}": str(value) for name, value in kept.items},
+        "us": f"{np.median(found.times[kept]):.1f}",
         "us_default": f"{np.median(found.times[found.default]):.1f}",
         "workload": found.workload.name,
         **{name: versions[name] for name in ("jax", "jaxlib", "torch")},
@@ -125,17 +125,30 @@ def _order(key: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(int(named[c]) if named[c].isdigit() else named[c] for c in columns)
 
 
-def run(names: Sequence[str], implementation: str, folder: pathlib.Path, *, repeats: int | None = None) -> int:
-    """Tunes the named workloads into `folder`/<arch>/<implementation>.csv.
+def run(
+    names: Sequence[str],
+    implementation: str,
+    folder: pathlib.Path,
+    *,
+    keys: Sequence[Sequence[str]] = (),
+    repeats: int | None = None,
+) -> int:
+    """Tunes the named workloads, and problems given by their key, into `folder`/<arch>/<implementation>.csv.
+
+    A row is written for each, also where the default config is as good as any, so that lookup knows that it was measured.
 
     Returns:
       the exit status: 1 if any config gave a wrong answer, or any workload could not be measured.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError, TypeError: an unknown name, or a key of no problem.
     """
     chosen = [workloads.get(name) for name in names]
+    chosen += [Workload(",".join(key), problem_of(key)) for key in keys]
     tuned = implementations.get("tune", implementation)
+    if tuned.presets:
+        print(f"{implementation} takes its rows from aiter's own tuner; bench --validate checks and times them")
+        return 1
     path = folder / device.arch(device.platforms()[0]) / f"{implementation}.csv"
     failed = False
     for workload in chosen:
@@ -145,10 +158,11 @@ def run(names: Sequence[str], implementation: str, folder: pathlib.Path, *, repe
             print(f"{workload.name}  cannot be measured: {implementation} {found.why}")
             continue
         for config, values in found.times.items():
-            note = "  <- kept" if config == found.winner else "  default" if config == found.default else ""
+            kept = "  <- kept" if config == (found.winner or found.default) else ""
+            note = ("  default" if config == found.default else "") + kept
             print(f"{workload.name}  {config}  {np.median(values):.1f} us{note}", flush=True)
         for config, error in found.wrong.items():
             print(f"{workload.name}  {config}  WRONG: error {error:.1e}")
-        merge(path, [(key_of(workload.problem), row_of(found) if found.winner else None)])
+        merge(path, [(key_of(workload.problem), row_of(found) if found.default in found.times else None)])
         print(f"wrote {path}")
     return int(failed)

@@ -1,15 +1,19 @@
 """Which config an implementation runs a problem with.
 
 Looked up in this order, and nowhere else:
-  1. the caller's `config` argument;
+  1. the caller's `config` argument: parameters, or the name of a preset, where the implementation has any;
   2. the row of `tables/<arch>/<implementation>.csv` for exactly this problem, user tables before shipped ones;
   3. the row for the same problem with the token count rounded up to a power of two;
-  4. the implementation's first config.
+  4. the implementation's first config. Where a table for this implementation and architecture exists, the caller then gets an
+     `UntunedWarning`, once for each key; `warnings.simplefilter("error", UntunedWarning)` makes it an error.
 
 A table is CSV. Its key columns have the names of aiter's own tables, so that a row can go either way; columns
 named `config_<parameter>` hold the config, and the rest (time, versions) is provenance. Every config of an implementation
 gives the same answer, and a row made for another type or activation precision does not match: a table can change how
-fast a call is, and never what it returns.
+fast a call is, and never what it returns. A preset is the caller's own choice, and may carry another precision.
+
+`aiter` reads its tables itself (`implementations/aiter/tables.py`): they are in aiter's own words, and which row is right depends on
+the aiter installed. So for it, 2 and 3 are part of 4.
 """
 
 from __future__ import annotations
@@ -19,14 +23,16 @@ import functools
 import operator
 import os
 import pathlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jax_mxfp4_moe import device
 from jax_mxfp4_moe.implementations.base import Config, Implementation
-from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.mxfp4 import float_dtype
+from jax_mxfp4_moe.problem import ACTIVATION_DEFAULTS, ACTIVATION_QUANTS, MoeProblem, resolve_activation
 
 TABLES = pathlib.Path(__file__).parent / "tables"
 USER_TABLES_VARIABLE = "JAX_MXFP4_MOE_TABLES"
@@ -51,6 +57,58 @@ def key_of(problem: MoeProblem, *, tokens: int | None = None) -> tuple[str, ...]
     return tuple(str(value) for value in values)
 
 
+class UntunedWarning(UserWarning):
+    """A table exists for what runs here and has no row for this problem. Names the key and the command that measures one."""
+
+
+_warned: set[tuple[str, ...]] = set()
+
+
+def problem_of(key: Sequence[str]) -> MoeProblem:
+    """The inverse of `key_of`, as far as a key says it: a problem that has this key.
+
+    Raises:
+      ValueError, TypeError: another number of values than KEY_COLUMNS, or one that no problem has.
+    """
+    where = f"tuning key {','.join(key)}"
+    if len(key) != len(KEY_COLUMNS):
+        raise ValueError(f"{where}: {len(key)} values given; expected {len(KEY_COLUMNS)}: {','.join(KEY_COLUMNS)}.")
+    *sizes, activation, dtype, quantized = key
+    if not all(size.isdigit() and int(size) > 0 for size in sizes):
+        raise ValueError(f"{where}: sizes {','.join(sizes)} given; expected positive integers.")
+    float_dtype(f"{where}: dtype", dtype)
+    quant = None if quantized == dtype else quantized
+    if quant not in ACTIVATION_QUANTS:
+        known = ", ".join(map(repr, filter(None, ACTIVATION_QUANTS)))
+        raise ValueError(
+            f"{where}: q_dtype_a {quantized!r} given; expected the same as dtype, {dtype!r}, or one of {known}."
+        )
+    # A limit changes numbers and not the time: where it has no default, any will do.
+    needs_limit = ACTIVATION_DEFAULTS.get(activation, {}).get("limit", 0) is None
+    alpha, limit = resolve_activation(where, activation, None, 7.0 if needs_limit else None)
+    tokens, hidden, intermediate, experts, top_k = map(int, sizes)
+    return MoeProblem(
+        tokens, top_k, experts, hidden, intermediate, dtype, dtype, activation, alpha, limit, activation_quant=quant
+    )  # fmt: skip
+
+
+def _warn_untuned(implementation: Implementation, problem: MoeProblem, platform: str, config: Config) -> None:
+    arch, key = device.arch(platform), key_of(problem)
+    tables = [folder / arch / f"{implementation.name}.csv" for folder in folders()]
+    name = (implementation.name, arch, *key)
+    if name in _warned or not any(path.is_file() for path in tables):
+        return
+    shown = ", ".join(f"{column}={value}" for column, value in zip(KEY_COLUMNS, key, strict=True))
+    warnings.warn(
+        f"mxfp4_moe: no table of {implementation.name!r} for {arch} has a row for {shown}; running its default config {config}. To measure "
+        f"one: python -m jax_mxfp4_moe tune --implementation {implementation.name} --key {','.join(key)} --out FOLDER, and set "
+        f"{USER_TABLES_VARIABLE}=FOLDER.",
+        UntunedWarning,
+        stacklevel=5,
+    )
+    _warned.add(name)  # behind the warning: as an error it is given each time
+
+
 def lookup(
     implementation: Implementation, problem: MoeProblem, platform: str, config: Mapping[str, Any] | str | None
 ) -> Config:
@@ -63,10 +121,14 @@ def lookup(
     """
     defaults = implementation.configs(problem, platform)
     if isinstance(config, str):
-        raise ValueError(
-            f"mxfp4_moe: config={config!r} given; implementation {implementation.name!r} has no presets. "
-            "Pass a mapping of parameters, or leave config unset."
-        )
+        if config not in implementation.presets:
+            known = ", ".join(map(repr, implementation.presets))
+            has = f"the presets {known}" if known else "no presets"
+            raise ValueError(
+                f"mxfp4_moe: config={config!r} given; implementation {implementation.name!r} has {has}. "
+                "Pass a mapping of parameters, or leave config unset."
+            )
+        return implementation.preset(config, problem, platform)
     if config is not None:
         if not isinstance(config, Mapping):
             raise TypeError(
@@ -85,6 +147,8 @@ def lookup(
         for name, default in defaults[0].items:
             _check("mxfp4_moe: config", name, values[name], default)
         return Config.of(values, "argument")
+    if implementation.presets:
+        return defaults[0]
     bucket = 1 << (problem.tokens - 1).bit_length()
     for tokens, what in ((problem.tokens, "row"), (bucket, "bucket")):
         for folder in folders():
@@ -95,6 +159,7 @@ def lookup(
                 where = f"tuning table {path}, {what} token={tokens}"
                 values = {n: _parse(where, n, found[n], d) if n in found else d for n, d in defaults[0].items}
                 return Config.of(values, f"{path.parent.name}/{path.name}, {what} token={tokens}")
+    _warn_untuned(implementation, problem, platform, defaults[0])
     return defaults[0]
 
 
@@ -109,9 +174,9 @@ def _parse(where: str, name: str, text: str, default: Any) -> Any:
 
 
 def _check(where: str, name: str, value: Any, default: Any) -> None:
-    """A config value has the type of the default, and counts start at 1."""
-    if type(value) is not type(default) or (type(value) is int and value < 1):
-        expected = "a positive int" if type(default) is int else f"a {type(default).__name__}"
+    """A config value has the type of the default, and counts start at 1, or at 0 where that is the default."""
+    if type(value) is not type(default) or (type(value) is int and value < min(default, 1)):
+        expected = f"an int of at least {min(default, 1)}" if type(default) is int else f"a {type(default).__name__}"
         raise ValueError(f"{where}: {name}={value!r} given; expected {expected}, for example {default!r}.")
 
 

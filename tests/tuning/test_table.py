@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import os
+import warnings
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jax_mxfp4_moe.problem import MoeProblem
 from jax_mxfp4_moe.tuning import search, table
 from jax_mxfp4_moe.workloads import Workload
 
+pytestmark = pytest.mark.filterwarnings("ignore::jax_mxfp4_moe.tuning.table.UntunedWarning")
 XLA = IMPLEMENTATIONS["xla"]
 PROBLEM = MoeProblem(24, 2, 4, 64, 32)
 DEFAULT, OTHER, THIRD = (Config.of({"tile_rows": t}) for t in (32, 8, 1))
@@ -125,6 +127,37 @@ def test_messages(folders):
         found()
 
 
+class Preset(type(XLA)):
+    """`xla` with two presets, whose default config holds a zero."""
+
+    presets = ("fast", "exact")
+
+    def configs(self, problem, platform):
+        return [Config.of({"tile_rows": 8, "policy": 0})]
+
+    def preset(self, name, problem, platform):
+        return Config.of({"tile_rows": {"fast": 1, "exact": 2}[name], "policy": 0}, f"preset {name}")
+
+
+def test_a_preset_is_asked_for_by_name(folders):
+    assert table.lookup(Preset(), PROBLEM, "cpu", "exact") == Config.of({"tile_rows": 2, "policy": 0}, "preset exact")
+    with pytest.raises(ValueError, match=r"config='exacter' given; .*'xla' has the presets 'fast', 'exact'"):
+        table.lookup(Preset(), PROBLEM, "cpu", "exacter")
+
+
+def test_an_implementation_with_presets_reads_its_tables_itself(folders):
+    write(folders[0], (24, {}, 5))
+    assert table.lookup(Preset(), PROBLEM, "cpu", None).source == "default"
+    assert found()[0] == 5
+
+
+def test_zero_is_a_value_where_it_is_the_default(folders):
+    assert table.lookup(Preset(), PROBLEM, "cpu", {"policy": 0, "tile_rows": 3})["policy"] == 0
+    for wrong in ({"policy": -1}, {"tile_rows": 0}):
+        with pytest.raises(ValueError, match="given; expected an int of at least"):
+            table.lookup(Preset(), PROBLEM, "cpu", wrong)
+
+
 @pytest.mark.parametrize("value", [0, -3, False, True, 0.9, 8.0, "a", "8", None])
 def test_a_config_value_of_the_wrong_kind(folders, value):
     """A tile of no rows would never end, and 0.9 would be one."""
@@ -156,6 +189,7 @@ def shipped_rows():
     return [
         pytest.param(path, row, id=f"{path.parent.name}-{path.stem}-{row['workload']}")
         for path in sorted(table.TABLES.glob("*/*.csv"))
+        if path.name.split(".")[0] != "aiter"  # in aiter's own form: tests/implementations/test_aiter_tables.py
         for row in csv.DictReader(path.open(newline=""))
     ]
 
@@ -179,6 +213,8 @@ def test_shipped_rows_are_of_named_workloads_and_existing_configs(path, row, mon
 
 def test_shipped_tables_are_sorted():
     for path in table.TABLES.glob("*/*.csv"):
+        if path.name.split(".")[0] == "aiter":
+            continue
         rows = list(csv.DictReader(path.open(newline="")))
         keys = [search._order(tuple(row[column] for column in table.KEY_COLUMNS)) for row in rows]
         assert keys == sorted(set(keys))
@@ -238,9 +274,103 @@ def test_what_cannot_run_is_told(monkeypatch, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_tables_in_aiters_form_are_not_written(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", Workload("tiny", PROBLEM))
+    assert search.run(["tiny"], "aiter", tmp_path) == 1
+    assert "aiter takes its rows from aiter's own tuner; bench --validate checks" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def row(tokens, tile_rows, **more):
     key = table.key_of(dataclasses.replace(PROBLEM, tokens=tokens))
     return key, {**dict(zip(table.KEY_COLUMNS, key, strict=True)), "config_tile_rows": str(tile_rows), **more}
+
+
+def test_a_default_that_nothing_beats_has_a_row_too(monkeypatch, tmp_path, capsys):
+    """Otherwise lookup would ask for it to be measured, again and again."""
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", Workload("tiny", dataclasses.replace(PROBLEM, tokens=3)))
+    monkeypatch.setattr(testing, "interleaved_us", lambda calls, repeats: {label: np.ones(9) for label in calls})
+    key = table.key_of(dataclasses.replace(PROBLEM, tokens=5))
+    assert search.run(["tiny"], "xla", tmp_path, keys=[key]) == 0
+    assert "default  <- kept" in capsys.readouterr().out
+    rows = list(csv.DictReader((tmp_path / "cpu" / "xla.csv").open()))
+    assert [(row["token"], row["workload"]) for row in rows] == [("3", "tiny"), ("5", ",".join(key))]
+    monkeypatch.setenv(table.USER_TABLES_VARIABLE, str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", table.UntunedWarning)
+        assert found(tokens=3)[1] == "cpu/xla.csv, row token=3"
+        assert found(tokens=5)[1] == "cpu/xla.csv, row token=5"
+
+
+# --- problems without a row ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def untuned(monkeypatch):
+    monkeypatch.setattr(table, "_warned", set())
+
+
+def test_case_18_one_warning_for_each_key(folders, untuned):
+    """It names the key and the command; a second call is silent, another key is not."""
+    write(folders[0])  # a table with no row
+    problem = MoeProblem(8, 1, 24, 4096, 512)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always", table.UntunedWarning)
+        for each in (problem, problem, dataclasses.replace(problem, tokens=16)):
+            assert table.lookup(XLA, each, "cpu", None) == XLA.configs(each, "cpu")[0]
+    texts = [str(w.message) for w in given]
+    assert len(texts) == 2
+    assert (
+        "no table of 'xla' for cpu has a row for token=8, model_dim=4096, inter_dim=512, expert=24, topk=1," in texts[0]
+    )
+    key = "8,4096,512,24,1,silu,bfloat16,bfloat16"
+    assert f"tune --implementation xla --key {key} --out FOLDER" in texts[0]
+    assert table.problem_of(key.split(",")) == problem
+
+
+def test_case_18_strict(folders, untuned):
+    """As an error it is given each time, and the layer does not run."""
+    write(folders[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", table.UntunedWarning)
+        for _ in range(2):
+            with pytest.raises(table.UntunedWarning):
+                found()
+
+
+def test_no_warning_without_a_table_or_with_a_row(folders, untuned):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", table.UntunedWarning)
+        found()  # no table for this machine: its defaults are all there is
+        write(folders[0], (24, {}, 8))
+        found()
+        found(config={"tile_rows": 8}, tokens=48)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("8,64", "2 values given; expected 8: token,model_dim,"),
+        ("0,64,32,4,2,silu,bfloat16,bfloat16", "expected positive integers"),
+        ("8,64,32,4,2,relu,bfloat16,bfloat16", "activation='relu'"),
+        ("8,64,32,4,2,silu,int8,int8", "dtype int8 given; expected float32, bfloat16 or float16"),
+        (
+            "8,64,32,4,2,silu,bfloat16,int4",
+            "q_dtype_a 'int4' given; expected the same as dtype, 'bfloat16', or one of 'mxfp4'",
+        ),
+    ],
+)
+def test_keys_of_no_problem(key, text):
+    with pytest.raises((ValueError, TypeError)) as error:
+        table.problem_of(key.split(","))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "silu_clamped", "silu_post_clamped"])
+@pytest.mark.parametrize("quant", [None, "mxfp4", "fp8"])
+def test_problem_of_is_the_inverse_of_key_of(activation, quant):
+    key = ("8", "64", "32", "4", "2", activation, "float32", quant or "float32")
+    assert table.key_of(table.problem_of(key)) == key
 
 
 def test_merge_replaces_drops_keeps_and_sorts(tmp_path):
