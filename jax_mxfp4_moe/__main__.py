@@ -15,13 +15,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return app(arguments, prog_name="python -m jax_mxfp4_moe") or 0
     command, flags = (arguments[0], set(arguments[1:])) if arguments else ("", set())
-    if command == "doctor" and flags <= {"--json", "--support"}:
+    if command == "doctor" and flags <= {"--json", "--support", "--aiter-releases"}:
         from jax_mxfp4_moe import doctor
 
-        return doctor.run(as_json="--json" in flags, support="--support" in flags)
+        return doctor.run(
+            as_json="--json" in flags, support="--support" in flags, aiter_releases="--aiter-releases" in flags
+        )
     print(
         "The command line needs typer: pip install 'jax_mxfp4_moe[cli]'\n"
-        "Without it there is only: python -m jax_mxfp4_moe doctor [--json] [--support]",
+        "Without it there is only: python -m jax_mxfp4_moe doctor [--json] [--support] [--aiter-releases]",
         file=sys.stderr,
     )
     return 2

@@ -82,13 +82,13 @@ class Candidate:
 
 
 def candidate(
-    problem: MoeProblem, case: testing.Case, implementation: str, config: Config, bridge: str | None
+    problem: MoeProblem, case: testing.Case, implementation: str, config: Config | str, bridge: str | None
 ) -> Candidate:
-    """The call of one implementation with exactly `config`, under `jax.jit`."""
+    """The call of one implementation with exactly `config`, or the preset of that name, under `jax.jit`."""
     call = functools.partial(
         mxfp4_moe,
         implementation=implementation,
-        config=dict(config.items),
+        config=config if isinstance(config, str) else dict(config.items),
         bridge=bridge,
         **testing.options(problem),
     )

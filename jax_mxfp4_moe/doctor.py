@@ -14,9 +14,11 @@ import jax
 
 from jax_mxfp4_moe import device
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS, torch_call
+from jax_mxfp4_moe.implementations.aiter import known_releases, release
+from jax_mxfp4_moe.implementations.aiter import tables as aiter_tables
 from jax_mxfp4_moe.tuning import table
 
-PACKAGES = ("jax", "jaxlib", "torch", "triton", "flax", "aiter")
+PACKAGES = ("jax", "jaxlib", "torch", "triton", "flax", "amd-aiter", "flydsl")
 NOT_INSTALLED = "not installed"
 
 VARIABLES = (
@@ -28,6 +30,9 @@ VARIABLES = (
     "HIP_VISIBLE_DEVICES",
     torch_call.ENVIRONMENT_VARIABLE,
     table.USER_TABLES_VARIABLE,
+    aiter_tables.CONFIG_VARIABLE,
+    release.FLYDSL_FORCE_VARIABLE,
+    "AITER_BYPASS_TUNE_CONFIG",
 )
 """Environment variables that decide what runs, and who gets the device's memory where JAX and torch share one."""
 
@@ -61,7 +66,8 @@ def report() -> dict[str, Any]:
     """Everything that `doctor` shows; JSON types only.
 
     Keys: versions, devices (with the error that JAX gave, if there are none), implementations ({name: {platform: None or a sentence}}),
-    bridge (`torch_call.bridge_state()`, and `bridges`: why each cannot be used), tables, variables.
+    hip_runtimes (paths loaded, and None or the sentence on why they conflict), bridge (`torch_call.bridge_state()`, and `bridges`: why each
+    cannot be used), tables, aiter (None, or facts about the one installed and what becomes of every row), variables.
     """
     devices: dict[str, Any] = {"platforms": [], "error": None, "names": [], "machine": None}
     bridge: dict[str, Any] = {"why_not": "JAX has no device"}
@@ -74,22 +80,36 @@ def report() -> dict[str, Any]:
         bridge = {**torch_call.bridge_state(), "bridges": {b: torch_call.why_not(b) for b in torch_call.BRIDGES}}
     platforms = devices["platforms"]
     archs = {device.arch(platform) for platform in platforms}
+    implementations = {n: {p: i.why_not(None, p) for p in platforms} for n, i in IMPLEMENTATIONS.items()}
+    usable = any(reason is None for reason in implementations["aiter"].values())
     found = {
         "versions": versions(),
         "devices": devices,
-        "implementations": {n: {p: i.why_not(None, p) for p in platforms} for n, i in IMPLEMENTATIONS.items()},
+        "implementations": implementations,
+        # After the implementations, which load what brings a runtime.
+        "hip_runtimes": {"loaded": device.hip_runtimes(), "conflict": device.hip_runtime_conflict()},
         "bridge": bridge,
         "tables": [
             _describe_table(path, archs) for folder in table.folders() for path in sorted(folder.glob("*/*.csv"))
         ],
+        "aiter": _describe_aiter() if usable else None,
         "variables": {name: os.environ.get(name) for name in VARIABLES},
     }
     return json.loads(json.dumps(found))
 
 
+def _describe_aiter() -> dict[str, Any]:
+    """The facts about the installed aiter, and what becomes of every row of the tables on it."""
+    installed = release.load()
+    facts = {name: value for name, value in vars(installed).items() if name != "metadata"}
+    return {"facts": facts, "rows": known_releases.verdicts(installed, release.flydsl_registry())}
+
+
 def _describe_table(path: pathlib.Path, archs: set[str]) -> dict[str, Any]:
+    is_aiters = path.name.split(".")[0] == "aiter"
     try:
-        count, error = len(table._rows(path, path.stat().st_mtime_ns)), None
+        rows = aiter_tables.read(path) if is_aiters else table._rows(path, path.stat().st_mtime_ns)
+        count, error = len(rows), None
     except ValueError as malformed:
         count, error = 0, str(malformed)
     return {"path": str(path), "rows": count, "used_here": path.parent.name in archs, "error": error}
@@ -108,7 +128,7 @@ def text(found: dict[str, Any]) -> str:
         width = max(map(len, entries), default=0)
         return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in entries.items())])
 
-    devices, bridge = found["devices"], dict(found["bridge"])
+    devices, bridge, runtimes, aiter = found["devices"], dict(found["bridge"]), found["hip_runtimes"], found["aiter"]
     bridges = {f"bridge {name}": reason or "usable" for name, reason in bridge.pop("bridges", {}).items()}
     return "\n\n".join(
         [
@@ -131,8 +151,14 @@ def text(found: dict[str, Any]) -> str:
                     for platform, reason in reasons.items()
                 },
             ),
+            section(
+                "HIP runtimes",
+                {"loaded": ", ".join(runtimes["loaded"]) or "none"}
+                | ({"CONFLICT": runtimes["conflict"]} if runtimes["conflict"] else {}),
+            ),
             section("Bridge", bridges | {name: "-" if value is None else value for name, value in bridge.items()}),
             section("Tuning tables", dict(map(_table_line, found["tables"])) or {"none": ""}),
+            *([section("aiter", aiter["facts"]), section("Rows of aiter", aiter["rows"])] if aiter else []),
             section(
                 "Variables", {name: "unset" if value is None else value for name, value in found["variables"].items()}
             ),
@@ -158,10 +184,10 @@ def support_table() -> str:
     return "\n".join(lines)
 
 
-def run(*, as_json: bool = False, support: bool = False) -> int:
-    """Prints the report or the support table, and returns the exit status: 1 if nothing can run here."""
-    if support:
-        print(support_table())
+def run(*, as_json: bool = False, support: bool = False, aiter_releases: bool = False) -> int:
+    """Prints the report, or a table of the documentation, and returns the exit status: 1 if nothing can run here."""
+    if support or aiter_releases:
+        print(support_table() if support else known_releases.text())
         return 0
     found = report()
     print(json.dumps(found, indent=2) if as_json else text(found))

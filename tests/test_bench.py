@@ -64,19 +64,22 @@ def test_unknown_name_lists_all():
 # --- the reference ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation_quant", [None, "mxfp4"])
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4", "fp8"])
 @pytest.mark.parametrize("on_input", [False, True])
 def test_reference_is_the_oracle(activation_quant, on_input):
     options = {"activation_quant": activation_quant, "apply_router_weight_on_input": on_input}
+    static = activation_quant == "fp8" and on_input
+    if static:
+        options["activation_scale"] = (4 / 448, 4 / 448)
 
     def make(seed):
         problem = MoeProblem(
             6, 2, 4, 64, 32, "float32", "float32", activation_quant=activation_quant,
-            has_gate_up_bias=True, has_down_bias=True, apply_router_weight_on_input=on_input,
+            has_gate_up_bias=True, has_down_bias=True, apply_router_weight_on_input=on_input, has_activation_scale=static,
         )  # fmt: skip
         return _Both(problem, testing.random_case(problem, seed))
 
-    both = far_from_ties(make, **options) if activation_quant else make(0)
+    both = far_from_ties(make, **options) if activation_quant == "mxfp4" else make(0)
     expected = both.expected(**options)
     np.testing.assert_allclose(testing.reference(both.problem, both.case), expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(

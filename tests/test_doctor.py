@@ -13,6 +13,7 @@ import pytest
 
 from jax_mxfp4_moe import device, doctor
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS, torch_call
+from jax_mxfp4_moe.implementations.aiter import known_releases, tables
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -95,6 +96,67 @@ def test_tables_are_listed_and_a_damaged_one_is_named(monkeypatch, tmp_path):
     assert other["error"] is None
     assert other["rows"] > 0
     assert [(t["rows"], t["used_here"]) for t in listed] == [(1, True)]
+
+
+def test_conflicting_hip_runtimes_are_told_before_aiter_runs(monkeypatch):
+    maps = "".join(f"7f00-7f01 r-xp 0 00:01 1   {path}\n" for path in ("/a/libamdhip64.so.6", "/b/libamdhip64.so.7"))
+    seen = device.hip_runtimes(maps), device.hip_runtime_conflict(maps)
+    monkeypatch.setattr(device, "hip_runtimes", lambda: seen[0])
+    monkeypatch.setattr(device, "hip_runtime_conflict", lambda: seen[1])
+    found = doctor.report()
+    assert found["hip_runtimes"]["loaded"] == ["/a/libamdhip64.so.6", "/b/libamdhip64.so.7"]
+    shown = re.sub(r" +", " ", doctor.text(found))
+    assert "HIP runtimes\n loaded /a/libamdhip64.so.6, /b/libamdhip64.so.7\n CONFLICT needs one HIP runtime" in shown
+
+
+def test_without_aiter_there_is_nothing_about_its_rows():
+    found = doctor.report()
+    if device.platforms() != ("cpu",):
+        pytest.skip("a device may have a usable aiter")
+    assert found["aiter"] is None
+    assert "HIP runtimes\n  loaded  none" in doctor.text(found)
+
+
+@pytest.mark.parametrize(("profile", "flydsl"), [("v0.1.11", False), ("v0.1.17", True)])
+def test_every_aiter_row_has_its_verdict(profile, flydsl, monkeypatch):
+    pytest.importorskip("torch")
+    if device.platforms() != ("cpu",):
+        pytest.skip("a simulation runs on a CPU")
+    import aiter_sim
+
+    monkeypatch.delenv(tables.CONFIG_VARIABLE, raising=False)
+    with aiter_sim.installed(profile, flydsl=flydsl) as sim:
+        assert sim.aiter.__simulated__
+        found = doctor.report()
+    assert found["aiter"]["facts"]["version"] == profile.removeprefix("v")
+    assert found["aiter"]["facts"]["simulated"] is True
+    rows = found["aiter"]["rows"]
+    for preset in tables.SEEDS:
+        mine = {name: told for name, told in rows.items() if name.startswith(f"{preset} ")}
+        assert len(mine) == len(tables.preset_rows(preset)) == 7
+        assert sum(told == "usable" for told in mine.values()) == 1  # M16 E257, with ksplit 2
+        refused = next(told for name, told in mine.items() if "M128 E257" in name)
+        assert refused.startswith("refused: moe_ck2stages_gemm1_256x128")
+        assert refused.endswith("FlyDSL2 t16x128x128_atomic_sbm32" if flydsl else "CK2 256x32x128x128_1x4")
+    assert sum(name.startswith("default ") for name in rows) > 15
+    shown = doctor.text(found)
+    assert all(name in shown and told in shown for name, told in rows.items())
+
+
+def test_shipped_aiter_tables_are_listed(monkeypatch):
+    monkeypatch.delenv("JAX_MXFP4_MOE_TABLES", raising=False)
+    listed = {pathlib.Path(t["path"]).name: t for t in doctor.report()["tables"] if "gfx950" in t["path"]}
+    for name, rows in (
+        ("aiter.csv", len(tables.default_rows())),
+        ("aiter.seed_dispatch.csv", 7),
+        ("aiter.seed_block_m.csv", 7),
+    ):
+        assert (listed[name]["rows"], listed[name]["error"]) == (rows, None)
+
+
+def test_tables_of_aiter_releases_are_printed(capsys):
+    assert doctor.run(aiter_releases=True) == 0
+    assert capsys.readouterr().out.strip() == known_releases.text()
 
 
 def test_works_without_any_extra():

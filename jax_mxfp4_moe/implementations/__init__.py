@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jax_mxfp4_moe.implementations.aiter.implementation import AiterImplementation
 from jax_mxfp4_moe.implementations.base import Implementation
 from jax_mxfp4_moe.implementations.torch import TorchImplementation
 from jax_mxfp4_moe.implementations.triton.implementation import TritonImplementation
@@ -12,10 +13,10 @@ from jax_mxfp4_moe.mxfp4 import PACKED
 from jax_mxfp4_moe.problem import MoeProblem
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    i.name: i for i in (TritonImplementation(), TorchImplementation(), XlaImplementation())
+    i.name: i for i in (AiterImplementation(), TritonImplementation(), TorchImplementation(), XlaImplementation())
 }
 
-PREFERENCE: tuple[str, ...] = ("triton", "xla", "torch")
+PREFERENCE: tuple[str, ...] = ("aiter", "triton", "xla", "torch")
 """Names to try, in order, when the caller leaves the choice open."""
 
 
@@ -30,6 +31,11 @@ def get(where: str, name: str) -> Implementation:
 
 def wrong_layout(where: str, layout: str, name: str) -> str:
     """The sentence for weights that were prepared for another implementation."""
+    if layout == PACKED:
+        return (
+            f"{where}: packed weights given, but implementation={name!r} was asked for, which reads only its own layout.\n"
+            f"Call prepare(weights, implementation={name!r}) once, outside jit, or leave implementation unset."
+        )
     owner = layout.split(":")[0]
     return (
         f"{where}: weights.gate_up was prepared for {owner!r} (layout {layout!r}), but implementation={name!r} was asked for.\n"
@@ -76,7 +82,7 @@ def choose(
             return candidate
         reasons[name] = reason
     only = names[0]
-    if len(names) == 1 and IMPLEMENTATIONS[only].missing() is not None:
+    if implementation is not None and len(names) == 1 and IMPLEMENTATIONS[only].missing() is not None:
         raise ImportError(f"{where}: implementation={only!r} was asked for, but it {reasons[only]}.")
     width = max(map(len, reasons))
     listed = "\n".join(f"  {name:<{width}}  {reason}" for name, reason in reasons.items())

@@ -1,0 +1,197 @@
+"""What aiter would launch for a row, and why some of that would give wrong numbers.
+
+aiter checks few of the conditions below itself: a kernel whose tiles do not fit the sorted order multiplies rows by the
+weights of another expert, without an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from typing import Any, NamedTuple
+
+from jax_mxfp4_moe.implementations.aiter.release import Release
+
+BLOCK_MS = (16, 32, 64, 128)
+"""Rows of one expert's block that aiter's sorters and kernels know."""
+
+SPLIT_K_STAGE1 = "cktile_moe_stage1"
+"""The stage-1 function that takes bfloat16 activations and splits the sum; aiter resolves rows with ksplit > 1 to it."""
+_STAGES = {
+    "stage1": ("ck_moe_stage1", "ck_moe_stage1_fwd", SPLIT_K_STAGE1, "_flydsl_stage1_wrapper"),
+    "stage2": ("ck_moe_stage2_fwd", "cktile_moe_stage2", "_flydsl_stage2_wrapper"),
+}
+
+_CK_NAME = re.compile(r"moe_ck2stages_gemm(?P<stage>[12])_\d+x(?P<rows>\d+)x\d+x\d+_")
+_FLYDSL_NAME = re.compile(
+    r"flydsl_moe(?P<stage>[12])_a(?P<a>[a-z0-9]+)_w(?P<w>[a-z0-9]+)_[a-z0-9]+"
+    r"_t(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(?P<options>(_[a-z0-9]+)*)"
+)
+
+
+class FlydslKernel(NamedTuple):
+    """What the name of a FlyDSL kernel says, with the parameters of its registration, if any, on top.
+
+    Attributes:
+      stage, tile_m, tile_n, tile_k: as named.
+      types: of activations and weights, for example "fp4", "fp4".
+      mode: "atomic" or "reduce"; only stage 2 has one.
+      sort_block_m: the sorting's block_m that the kernel is told of; 0 for tile_m.
+      options: the words after the tile.
+    """
+
+    stage: int
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    types: tuple[str, str]
+    mode: str
+    sort_block_m: int
+    options: tuple[str, ...]
+
+
+def ck_tile_rows(name: str) -> int | None:
+    """The rows that a CK kernel's tile has by its name, `..._256x{rows}x128x128_...`; None for any other name."""
+    found = _CK_NAME.match(name)
+    return None if found is None else int(found["rows"])
+
+
+def flydsl_kernel(name: str, params: dict[str, Any] | None = None) -> FlydslKernel | None:
+    """The facts in a FlyDSL kernel's name; `params` are those it is registered with. None for any other name."""
+    found = _FLYDSL_NAME.fullmatch(name)
+    if found is None:
+        return None
+    options = tuple(found["options"].split("_")[1:])
+    facts: dict[str, Any] = {
+        "tile_m": found["m"],
+        "tile_n": found["n"],
+        "tile_k": found["k"],
+        "mode": "reduce" if "reduce" in options else "atomic",
+        "sort_block_m": next((word[3:] for word in options if re.fullmatch(r"sbm\d+", word)), 0),
+        **(params or {}),
+    }
+    return FlydslKernel(
+        stage=int(found["stage"]),
+        tile_m=int(facts["tile_m"]),
+        tile_n=int(facts["tile_n"]),
+        tile_k=int(facts["tile_k"]),
+        types=(found["a"], found["w"]),
+        mode=facts["mode"],
+        sort_block_m=int(facts["sort_block_m"]),
+        options=options,
+    )
+
+
+def misfit(name: str, stage: int, block_m: int, release: Release, params: dict[str, Any] | None = None) -> str | None:
+    """Why a kernel is wrong in a stage after sorting by `block_m`, as a clause; None if nothing speaks against it.
+
+    Args:
+      name: a kernel's name; the empty one leaves the choice to aiter, by block_m.
+      stage: 1 or 2.
+      block_m: that of the sorting.
+      release: the aiter in question.
+      params: what the kernel is registered with, for FlyDSL kernels.
+    """
+    rows = ck_tile_rows(name)
+    if rows is not None and rows != block_m:
+        return f"{name} multiplies {rows} rows by one expert's weights, but rows are sorted into blocks of {block_m}"
+    if "Shuffled" not in name and rows is not None:
+        return f"{name} reads weights that are not shuffled"
+    kernel = flydsl_kernel(name, params)
+    if kernel is None and name.startswith(("flydsl_", "opus_")):
+        return f"{name} follows a protocol of its own"
+    if kernel is None:
+        return "aiter has no CK kernel for block_m 16" if block_m == 16 else None
+    if kernel.stage != stage:
+        return f"{name} is a kernel of stage {kernel.stage} and was given for stage {stage}"
+    if not release.flydsl or stage not in release.flydsl_stages:
+        return f"{name} needs FlyDSL for stage {stage}, which this aiter does not have here: install the flydsl that it names"
+    if kernel.types != ("fp4", "fp4"):
+        return f"{name} multiplies {' by '.join(kernel.types)}, expected fp4 by fp4"
+    if "gui" in kernel.options:
+        return f"{name} reads gate and up rows in turn, and here the gate rows come first"
+    if stage == 1 and {"fq", "fp4", "fp8"} & set(kernel.options):
+        return f"{name} quantizes inside stage 1, which only aiter's own fused_moe can call"
+    sorted_by = kernel.sort_block_m if release.flydsl_sort_block_m and kernel.sort_block_m else kernel.tile_m
+    if sorted_by != block_m or block_m % kernel.tile_m:
+        return (
+            f"{name} has tiles of {kernel.tile_m} rows and expects rows sorted by {sorted_by}, found block_m {block_m}"
+        )
+    if kernel.tile_k < 256 and not release.flydsl_t16:
+        return f"{name} would skip its products with tile_k {kernel.tile_k}; releases that register such kernels can"
+    return None
+
+
+def unsupported(metadata: Any, release: Release) -> str | None:
+    """Why what `get_2stage_cfgs` returned must not be run by this adapter, as a clause that ends in a remedy; None if it may."""
+
+    def flag(name: str, default: Any = False) -> Any:
+        return getattr(metadata, name, default)
+
+    protocols = {
+        "a one-stage kernel": flag("run_1stage"),
+        "quantization inside stage 1": flag("fuse_quant") or flag("fuse_fp4_quant"),
+        "the auxiliary sort": flag("output_aux") or not flag("prequant", True),
+        "a bfloat16 second stage": flag("skip_inter_quant"),
+        "flat sorting": flag("flat"),
+        "a route bucket": flag("route_bucket"),
+    }
+    for what, present in protocols.items():
+        if present:
+            return f"it chose {what}, which only its own fused_moe can call: use config='vendor'"
+    block_m = int(metadata.block_m)
+    if block_m not in BLOCK_MS:
+        return f"it chose block_m {block_m}, expected one of {BLOCK_MS}: correct the row"
+    for n, stage in ((1, "stage1"), (2, "stage2")):
+        function, keywords = _parts(getattr(metadata, stage))
+        if function.__name__ not in _STAGES[stage]:
+            return f"it chose {function.__name__} for stage {n}, expected one of {', '.join(_STAGES[stage])}: correct the row"
+        name = keywords.get("kernelName", "")
+        if function.__name__.startswith("cktile"):
+            continue
+        if not isinstance(name, str):
+            return f"the row names no kernel for stage {n} (aiter read {name!r}): give it one, an empty field is not read as empty"
+        reason = misfit(name, n, block_m, release, _registered(name))
+        if reason is not None:
+            return f"{reason}: correct the row"
+    if splits_k(metadata) and not release.split_k_is_right:
+        return "its stage 1 with ksplit > 1 pairs gate and up columns in another order than these weights: use ksplit 0"
+    if sums_slots(metadata) and not takes_mask(metadata):
+        return "its stage 2 sums over slots that were skipped, whose rows nobody wrote: use a kernel with _atomic in its name"
+    return None
+
+
+def splits_k(metadata: Any) -> bool:
+    """Whether stage 1 takes bfloat16 activations. By the function: rows may be overridden, and ksplit can be negative."""
+    return _parts(metadata.stage1)[0].__name__ == SPLIT_K_STAGE1
+
+
+def sums_slots(metadata: Any) -> bool:
+    """Whether stage 2 writes every slot's row and then sums them, instead of adding atomically."""
+    function, keywords = _parts(metadata.stage2)
+    name = keywords.get("kernelName", "")
+    if function.__name__ != "_flydsl_stage2_wrapper" or not isinstance(name, str):
+        return False
+    kernel = flydsl_kernel(name, _registered(name))
+    return kernel is not None and kernel.mode == "reduce"
+
+
+def takes_mask(metadata: Any) -> bool:
+    """Whether stage 2 can be told which experts are masked."""
+    return {"expert_mask", "topk_ids"} <= set(inspect.signature(_parts(metadata.stage2)[0]).parameters)
+
+
+def _parts(stage: Any) -> tuple[Any, dict[str, Any]]:
+    """The function and the bound arguments of a stage."""
+    return getattr(stage, "func", stage), getattr(stage, "keywords", None) or {}
+
+
+def _registered(name: str) -> dict[str, Any] | None:
+    """What a FlyDSL kernel is registered with, suffixes included, in aiter's own opinion."""
+    if not name.startswith("flydsl_"):
+        return None
+    try:
+        return importlib.import_module("aiter.ops.flydsl.moe_kernels").get_flydsl_kernel_params(name)
+    except Exception:  # noqa: BLE001 - no flydsl
+        return None

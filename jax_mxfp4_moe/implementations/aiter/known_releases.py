@@ -1,0 +1,190 @@
+"""The releases of aiter that are known, as `release.detect` sees them, and the tables of docs/aiter_releases.md.
+
+Nothing here decides what runs: that is asked of the installed aiter. `python -m jax_mxfp4_moe doctor --aiter-releases` prints the tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+
+from jax_mxfp4_moe.implementations.aiter import tables
+from jax_mxfp4_moe.implementations.aiter.release import Release
+from jax_mxfp4_moe.implementations.aiter.tables import Row
+
+_9 = Release(
+    "v0.1.9", triton_quant="aiter.ops.triton.fused_mxfp4_quant", hip_quant="separate", hip_scale_rule="half_up"
+)
+_10 = dataclasses.replace(
+    _9,
+    version="v0.1.10",
+    trailing=("is_shuffled",),
+    triton_quant="aiter.ops.triton.quant.fused_mxfp4_quant",
+    split_k="halves",
+)
+_11 = dataclasses.replace(_10, version="v0.1.11", tag_filter="untagged", flydsl_stages=(2,), opus_sorting=True)
+_12 = dataclasses.replace(_11, version="v0.1.12", flydsl_stages=(1, 2), flydsl_sort_block_m=True)
+_13 = dataclasses.replace(_12, version="v0.1.12.post2, v0.1.13", hip_quant="fused")
+_13_1 = dataclasses.replace(_13, version="v0.1.13.post1", split_k="interleaved")
+_14 = dataclasses.replace(
+    _13_1,
+    version="v0.1.14, v0.1.15",
+    trailing=("is_shuffled", "gate_mode"),
+    table="pair",
+    key_activations=("enum", "str"),
+    split_k="choice",
+)
+_16 = dataclasses.replace(
+    _14,
+    version="v0.1.16",
+    trailing=(*_14.trailing, "is_ep"),
+    key_has_gfx=True,
+    hip_scale_rule="rceil",
+    flydsl_t16=True,
+    flydsl_overrides=True,
+)
+_16_6 = dataclasses.replace(_16, version="v0.1.16.post6", tag_filter="not_fallback")
+_17 = dataclasses.replace(_16, version="v0.1.17", trailing=(*_16.trailing, "has_stage2_bias"))
+# The registry cannot be imported without flydsl.
+_18 = dataclasses.replace(_17, version="v0.1.18, v0.1.19", tag_filter="not_fallback", flydsl_t16=False)
+_20 = dataclasses.replace(_18, version="v0.1.20 and later", trailing=(*_18.trailing, "opus_weights_shuffled"))
+
+RELEASES: tuple[Release, ...] = (_9, _10, _11, _12, _13, _13_1, _14, _16, _16_6, _17, _18, _20)
+"""One entry for each generation of the interface, without flydsl; each from its first release to the next entry's."""
+
+
+def with_flydsl(release: Release) -> Release:
+    """The same release where flydsl is installed."""
+    return dataclasses.replace(release, flydsl=True, flydsl_t16=release.key_has_gfx)
+
+
+def cases() -> list[tuple[str, Release]]:
+    """(what is installed, release) for every release without flydsl, and with it where it can use it."""
+    found = []
+    for release in RELEASES:
+        found.append((release.version, release))
+        if release.flydsl_stages:
+            found.append((f"{release.version} + flydsl", with_flydsl(release)))
+    return found
+
+
+def gives() -> str:
+    """The Markdown table of what each release gives."""
+    split_k = {None: "no", "halves": "yes", "choice": "yes, told the order", "interleaved": "no: wrong order"}
+    rows = [
+        [
+            release.version,
+            "; ".join(f"{scale} + {rounding} ({how})" for (scale, rounding), how in release.activation_rules.items()),
+            " and ".join(f"stage {stage}" for stage in release.flydsl_stages) or "none",
+            split_k[release.split_k],
+            "yes, undone for our rows" if release.flydsl_overrides else "no",
+            f"{release.table}, {release.key_length} parts",
+        ]
+        for release in RELEASES
+    ]
+    heads = ("aiter", "activation rules", "FlyDSL kernels", "ksplit > 1", "replaces rows by FlyDSL", "table in memory")
+    return _markdown(heads, rows)
+
+
+def validity(preset: str) -> str:
+    """The Markdown table of a preset: for each release and row what runs, and what was refused."""
+    rows_of_preset = tables.preset_rows(preset)
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for what, release in cases():
+        cells = tuple(_cell(row, release) for row in rows_of_preset)
+        lines.setdefault(cells, []).append(what)
+    heads = ["aiter", *(f"M{row.token} E{row.expert} I{row.inter_dim}" for row in rows_of_preset)]
+    return _markdown(heads, [["<br>".join(what), *cells] for cells, what in lines.items()])
+
+
+def _cell(row: Row, release: Release) -> str:
+    """What runs in the place of a row, shortened."""
+    runs = tables.nearest_legal(row, release)
+    return ("as written: " if not runs.replaces else "") + describe(runs)
+
+
+def describe(row: Row) -> str:
+    """What a row runs, shortened."""
+    if row.pipeline == tables.VENDOR:
+        return "aiter's fused_moe"
+    if row.ksplit > 1:
+        return f"block_m {row.block_m}, ksplit {row.ksplit}"
+    return f"block_m {row.block_m}, {short_name(row.kernel_name1)}, {short_name(row.kernel_name2)}"
+
+
+def verdicts(release: Release, registry: Container[str] | None) -> dict[str, str]:
+    """For every row of the presets and of the default table, what becomes of it on `release`."""
+    found = {}
+    for preset, rows in [*((p, tables.preset_rows(p)) for p in tables.SEEDS), ("default", tables.default_rows())]:
+        for row in rows:
+            name = f"{preset} M{row.token} E{row.expert} I{row.inter_dim}: {describe(row)}"
+            why = tables.verdict(row, release, registry)
+            if why is None:
+                found[name] = "usable"
+            elif preset == "default":
+                found[name] = f"not used here: {why}"
+            else:
+                found[name] = f"refused: {why}. Runs {describe(tables.nearest_legal(row, release, registry))}"
+    return found
+
+
+def short_name(name: str) -> str:
+    """A kernel's name less what all of them share."""
+    for prefix, short in (("moe_ck2stages_gemm", "CK"), ("flydsl_moe", "FlyDSL")):
+        if name.startswith(prefix):
+            stage, rest = name.removeprefix(prefix).split("_", 1)
+            rest = rest.split("_MulABScale")[0].removeprefix("afp4_wfp4_bf16_")
+            return f"{short}{stage} {rest}"
+    return name
+
+
+def reasons() -> str:
+    """The Markdown list of every sentence with which a row of the seeds is refused on some release, with those releases."""
+    found: dict[str, list[str]] = {}
+    for what, release in cases():
+        for preset in tables.SEEDS:
+            for row in tables.preset_rows(preset):
+                for clause in (tables.verdict(row, release) or "").split("; "):
+                    releases = found.setdefault(clause, [])
+                    if what not in releases:
+                        releases.append(what)
+    found.pop("", None)
+    everywhere = len(cases())
+    return "\n".join(
+        f"- {clause}. On {'every one' if len(releases) == everywhere else '; '.join(releases)}."
+        for clause, releases in found.items()
+    )
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def text() -> str:
+    """Everything that docs/aiter_releases.md shows between its two `releases` comments."""
+    runs = [validity(preset) for preset in tables.SEEDS]
+    assert len(set(runs)) == 1, "the seeds differ in more than the sorting: show a table for each"
+    both = " and ".join(f'`config="{preset}"`' for preset in tables.SEEDS)
+    return "\n\n".join(
+        [
+            "### What each release gives",
+            gives(),
+            f"### What runs for the rows of {both}",
+            runs[0],
+            policies(),
+            "### Why rows are refused",
+            reasons(),
+        ]
+    )
+
+
+def policies() -> str:
+    """The Markdown table of the rows' dispatch_policy, in which the seeds differ."""
+    heads = [
+        "dispatch_policy",
+        *(f"M{row.token} E{row.expert} I{row.inter_dim}" for row in tables.preset_rows(tables.SEEDS[0])),
+    ]
+    return _markdown(
+        heads, [[f"`{p}`", *(str(row.dispatch_policy) for row in tables.preset_rows(p))] for p in tables.SEEDS]
+    )

@@ -1,0 +1,355 @@
+"""Rows reach aiter's table on every release, are taken out again, and what aiter makes of them is compared."""
+
+import contextlib
+import csv
+import dataclasses
+import importlib
+import os
+import pathlib
+import warnings
+
+import pytest
+
+pytest.importorskip("torch")
+import aiter_sim
+
+from jax_mxfp4_moe import workloads
+from jax_mxfp4_moe.implementations.aiter import inject, names, release, tables
+from jax_mxfp4_moe.implementations.aiter.release import FLYDSL_FORCE_VARIABLE, FLYDSL_T16
+from jax_mxfp4_moe.implementations.base import Config
+from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.tuning import table
+
+CASES = [pytest.param(*case, id=f"{case[0]}{'-flydsl' if case[1] else ''}") for case in aiter_sim.CASES]
+PLAIN = {
+    "block_m": 64, "ksplit": 0, "kernel_name1": names.ck_name_for(1, 64), "kernel_name2": names.ck_name_for(2, 64),
+    "dispatch_policy": 1, "pipeline": "two_stage",
+}  # fmt: skip
+OWN_CHOICE = {**PLAIN, "block_m": 0, "kernel_name1": "", "kernel_name2": "", "dispatch_policy": 0}
+SMALL = MoeProblem(64, 4, 32, 512, 256, activation_quant="mxfp4")
+TUNED = {name: dataclasses.replace(workloads.get(name).problem) for name in workloads.TUNED_WORKLOADS}
+E257 = TUNED["r257i256_m128"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder, and no variable of aiter's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(table.USER_TABLES_VARIABLE, raising=False)
+    for name in [name for name in os.environ if name.startswith("AITER_")]:
+        monkeypatch.delenv(name)
+    return tmp_path / "cache" / "jax_mxfp4_moe"
+
+
+@contextlib.contextmanager
+def installed(profile, flydsl=False):
+    with aiter_sim.installed(profile, flydsl=flydsl) as sim:
+        yield sim, release.load()
+
+
+def config(source="aiter.csv line 2", **changes):
+    return Config.of({**PLAIN, **changes}, source)
+
+
+def resolved(metadata):
+    parts = [(stage.func.__name__, stage.keywords.get("kernelName")) for stage in (metadata.stage1, metadata.stage2)]
+    return int(metadata.block_m), *parts
+
+
+def own_answer(problem, found):
+    """What aiter resolves when nobody asks for a row."""
+    return resolved(inject.resolve(problem, Config.of(OWN_CHOICE), found))
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+# --- every release ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "flydsl"), CASES)
+def test_aiter_honours_a_row_given_by_file_and_in_memory(profile, flydsl, cache):
+    with installed(profile, flydsl) as (_, found):
+        before = None
+        for other in (
+            {},
+            {"block_m": 32, "kernel_name1": names.ck_name_for(1, 32), "kernel_name2": names.ck_name_for(2, 32)},
+        ):
+            asked = config("argument", **other)
+            block_m, first, second = resolved(inject.resolve(SMALL, asked, found))
+            assert (block_m, first[1], second[1]) == (asked["block_m"], asked["kernel_name1"], asked["kernel_name2"])
+            here = own_answer(SMALL, found)
+            assert before in (None, here)  # ours is out of the table again
+            before = here
+        assert len(files(cache)) == (profile != "wheel")
+
+
+@pytest.mark.parametrize(("profile", "flydsl"), CASES)
+@pytest.mark.parametrize("preset", [None, *tables.SEEDS])
+@pytest.mark.filterwarnings("ignore::jax_mxfp4_moe.implementations.aiter.tables.RowReplacedWarning")
+def test_aiter_resolves_the_tuned_shapes_to_their_rows(profile, flydsl, preset):
+    with installed(profile, flydsl) as (_, found), warnings.catch_warnings():
+        warnings.simplefilter("error", inject.RowNotHonouredWarning)
+        for problem in TUNED.values():
+            row = tables.select(problem, found, preset)
+            if row is not None and row.pipeline != "vendor":
+                metadata = inject.resolve(problem, row.config(), found)
+                assert inject.difference(row, metadata) is None
+
+
+@pytest.mark.parametrize(("profile", "flydsl"), CASES)
+def test_aiters_table_is_the_same_after_a_row_was_asked_for(profile, flydsl):
+    """aiter's fused_moe goes on with its own tuning, and other programs in the process do."""
+    with installed(profile, flydsl) as (sim, found):
+        before = own_answer(E257, found)
+        kept = _copy(sim.module("aiter.fused_moe").cfg_2stages)
+        inject.resolve(E257, config("argument"), found)
+        inject.resolve(SMALL, config("argument"), found)
+        assert _copy(sim.module("aiter.fused_moe").cfg_2stages) == kept
+        assert own_answer(E257, found) == before
+
+
+def _copy(loaded):
+    return [dict(part) for part in (loaded if isinstance(loaded, tuple) else (loaded,))]
+
+
+@pytest.mark.parametrize(
+    ("profile", "flydsl"), [("v0.1.11", False), ("v0.1.13", True), ("v0.1.19", True), ("HEAD", False)]
+)
+def test_aiter_has_its_own_row_again_after_reading_our_file(profile, flydsl):
+    """The first row asked for is one of a shape that aiter's table has: the file holds ours."""
+    with installed(profile, flydsl) as (_, found):
+        expected = own_answer(E257, found)
+    with installed(profile, flydsl) as (_, found):
+        assert resolved(inject.resolve(E257, config("argument"), found))[0] == 64
+        assert tables.CONFIG_VARIABLE in os.environ
+        assert own_answer(E257, found) == expected
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_for_aiter_holds_its_own_rows_and_ours(cache):
+    with installed("v0.1.19", True) as (_, found):
+        inject.resolve(E257, config("argument"), found)
+        path = pathlib.Path(os.environ[tables.CONFIG_VARIABLE])
+        assert files(cache) == [path.name]
+        assert path.name.startswith("jax_mxfp4_moe-")
+        rows = {(r["token"], r["expert"]): r for r in csv.DictReader(path.open(newline=""))}
+        assert rows["128", "257"]["kernelName1"] == PLAIN["kernel_name1"]
+        assert rows["16", "257"]["kernelName2"].endswith("t32x128x256_reduce")
+        assert rows["512", "257"]["us"].startswith("161.5")
+        inject.resolve(SMALL, config("argument"), found)
+        assert files(cache) == [path.name]  # the table is read: later rows go into memory
+
+
+def test_two_processes_write_the_same_file_for_aiter(cache):
+    for _ in range(2):
+        with installed("v0.1.12") as (_, found):
+            inject.resolve(SMALL, config("argument"), found)
+    assert len(files(cache)) == 1
+    with installed("v0.1.12") as (_, found):
+        inject.resolve(SMALL, config("argument", dispatch_policy=2), found)
+        inject.resolve(E257, config("argument"), found)
+    assert len(files(cache)) == 1  # aiter has no column for the policy
+
+
+def test_rows_of_other_forms_survive_in_the_file_for_aiter(tmp_path, cache):
+    own = [
+        {**dict.fromkeys(tables.NEEDED_COLUMNS, "1"), "us": "3.5", "xbf16": "1", "_tag": "x"},
+        {**dict.fromkeys(tables.NEEDED_COLUMNS, "2"), "us": "4.5"},
+    ]
+    path = inject.write_table(own, [tables.blank(SMALL, 64)], 304)
+    first, *others = csv.DictReader(path.open(newline=""))
+    assert (first["token"], first["cu_num"], first["xbf16"], first["_tag"]) == ("64", "304", "0", "")
+    assert first["kernelName1"] == names.PLACEHOLDER  # an empty field would be NaN
+    assert [(r["token"], r["us"], r["xbf16"], r["_tag"]) for r in others] == [
+        ("1", "3.5", "1", "x"),
+        ("2", "4.5", "0", ""),
+    ]
+
+
+def test_a_failed_write_leaves_no_file_for_aiter(cache, monkeypatch):
+    def fail(*arguments):
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with installed("v0.1.12") as (_, found):
+        with pytest.warns(
+            UserWarning, match=r"no table can be written to .*jax_mxfp4_moe \(no space\); .* Set XDG_CACHE_HOME"
+        ):
+            metadata = inject.resolve(SMALL, config("argument"), found)
+        assert resolved(metadata)[0] == 64
+        assert tables.CONFIG_VARIABLE not in os.environ
+    assert not [name for name in files(cache) if not name.startswith(".")]
+
+
+def test_the_users_aiter_file_is_read_and_left_alone(tmp_path, cache):
+    """With AITER_CONFIG_FMOE set, that file is aiter's table; rows for other shapes go beside it, in memory."""
+    path = tmp_path / "mine.csv"
+    columns = [*tables.NEEDED_COLUMNS, "us", "run_1stage"]
+    mine = dataclasses.replace(
+        tables.blank(E257, 128),
+        block_m=128,
+        kernel_name1=names.ck_name_for(1, 128),
+        kernel_name2=names.ck_name_for(2, 128),
+    )
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerow(mine.csv())
+    before = path.read_bytes()
+    for profile in ("wheel", "v0.1.11", "v0.1.15", "HEAD"):
+        with aiter_sim.installed(profile):
+            os.environ[tables.CONFIG_VARIABLE] = str(path)
+            found = release.load()
+            assert tables.select(E257, found).kernel_name1 == mine.kernel_name1
+            assert resolved(inject.resolve(E257, tables.select(E257, found).config(), found))[0] == 128
+            assert resolved(inject.resolve(SMALL, config("argument"), found))[0] == 64
+            assert own_answer(E257, found)[0] == 128
+            assert os.environ[tables.CONFIG_VARIABLE] == str(path)
+        assert path.read_bytes() == before
+    assert files(cache) == []
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("profile", "flydsl"), CASES)
+def test_aiter_that_was_already_used_is_not_given_a_file(profile, flydsl, cache):
+    with installed(profile, flydsl) as (sim, found):
+        own_answer(E257, found)
+        assert sim.module("aiter.fused_moe").cfg_2stages is not None
+        assert resolved(inject.resolve(SMALL, config("argument"), found))[0] == 64
+        assert tables.CONFIG_VARIABLE not in os.environ
+    assert files(cache) == []
+
+
+@pytest.mark.parametrize(
+    ("profile", "places"),
+    [("v0.1.11", ["str"]), ("v0.1.14", ["enum", "str", "any"]), ("v0.1.17", ["enum", "str", "any"]), ("v0.1.18", ["enum", "str", "any"])],
+)  # fmt: skip
+def test_keys_of_aiters_table(profile, places):
+    with installed(profile) as (sim, found):
+        silu = sim.aiter.ActivationType.Silu
+        forms = {"enum": (0, silu), "str": (0, "ActivationType.Silu"), "any": (1, "__ignore__")}
+        keys = inject._places(tables.blank(SMALL), found)
+        at = 7 if found.key_has_gfx else 6
+        assert [(n, key[at]) for n, key in keys] == [forms[name] for name in places]
+        assert all(len(key) == found.key_length for _, key in keys)
+        assert all(key[:2] == (("gfx950", 256) if found.key_has_gfx else (256, 64)) for _, key in keys)
+
+
+def test_an_aiter_row_whose_name_is_nan_can_be_replaced(tmp_path):
+    """Such a row of the user's makes aiter itself fail."""
+    path = tmp_path / "mine.csv"
+    fields = {**tables.blank(SMALL, 64).csv(), "block_m": "32", "kernelName1": "", "kernelName2": ""}
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        writer.writeheader()
+        writer.writerow(fields)
+    with installed("v0.1.13"):
+        os.environ[tables.CONFIG_VARIABLE] = str(path)
+        found = release.load()
+        with pytest.raises((TypeError, AttributeError)):
+            own_answer(SMALL, found)
+    with installed("v0.1.13"):
+        os.environ[tables.CONFIG_VARIABLE] = str(path)
+        found = release.load()
+        with pytest.warns(
+            tables.RowReplacedWarning, match="stage 1 has no kernel name, and aiter reads an empty field as NaN"
+        ):
+            row = tables.select(SMALL, found)
+        assert resolved(inject.resolve(SMALL, row.config(), found))[1][1] == names.ck_name_for(1, 32)
+
+
+# --- what aiter makes of it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", ["v0.1.16", "v0.1.18", "HEAD"])
+def test_newer_aiters_put_flydsl_in_the_place_of_ck_and_are_kept_from_it(profile):
+    with installed(profile, True) as (_, found):
+        os.environ[FLYDSL_FORCE_VARIABLE] = "1"  # the user's own wish
+        with pytest.raises(
+            NotImplementedError,
+            match=r"was given .* and resolved block_m 32 for 64, stage 1 flydsl_moe1.* Unset AITER_FLYDSL_FORCE\.",
+        ):
+            inject.resolve(SMALL, config("argument"), found)
+        with pytest.warns(inject.RowNotHonouredWarning, match="resolved block_m 32 for 64"):
+            inject.resolve(SMALL, config(), found)
+        with pytest.raises(NotImplementedError, match="stage 1 _flydsl_stage1_wrapper for cktile_moe_stage1"):
+            inject.resolve(
+                SMALL, config(ksplit=2, block_m=16, kernel_name1="", kernel_name2=""), found
+            )  # another precision
+        del os.environ[FLYDSL_FORCE_VARIABLE]
+        assert resolved(inject.resolve(SMALL, config("argument"), found))[0] == 64
+        assert FLYDSL_FORCE_VARIABLE not in os.environ
+        assert own_answer(SMALL, found)[1][0] == "_flydsl_stage1_wrapper"
+
+
+def test_an_aiter_that_bypasses_its_table_is_told():
+    with installed("v0.1.11") as (_, found):
+        os.environ["AITER_BYPASS_TUNE_CONFIG"] = "1"
+        with pytest.raises(NotImplementedError, match=r"resolved .*Unset AITER_BYPASS_TUNE_CONFIG\."):
+            inject.resolve(SMALL, config("aiter.seed_dispatch.csv line 3"), found)
+        with pytest.warns(inject.RowNotHonouredWarning):
+            inject.resolve(SMALL, config("aiter.csv line 3"), found)
+
+
+def test_aiters_own_choice_never_changes_the_precision():
+    """Its heuristic splits K, with bfloat16 activations, for a few tokens and few columns."""
+    problem = dataclasses.replace(SMALL, tokens=1, top_k=1)
+    with installed("v0.1.11") as (sim, found):
+        blank = tables.blank(problem)
+        import torch
+
+        fp4 = sim.aiter.dtypes.fp4x2
+        per_1x32, silu = sim.aiter.QuantType.per_1x32, sim.aiter.ActivationType.Silu
+        raw = sim.module("aiter.fused_moe").get_2stage_cfgs(
+            blank.token, 512, 256, 32, 1, torch.bfloat16, fp4, fp4, per_1x32, True, silu, False,
+            0, 0,
+        )  # fmt: skip
+        assert raw.stage1.func.__name__ == "cktile_moe_stage1"
+        assert own_answer(problem, found)[1] == ("ck_moe_stage1", names.ck_name_for(1, 32))
+        kept = inject.resolve(
+            dataclasses.replace(problem, activation_quant=None), Config.of({**OWN_CHOICE, "ksplit": 2}), found
+        )
+        assert (kept.stage1.func.__name__, kept.ksplit) == ("cktile_moe_stage1", 2)
+
+
+def test_a_wrong_aiter_config_is_refused_with_the_nearest_right_one():
+    with installed("v0.1.11") as (_, found):
+        with pytest.raises(
+            ValueError, match=r"multiplies 128 rows .* The nearest that may run: block_m=64 .*256x64x128x128"
+        ):
+            inject.resolve(SMALL, config("argument", kernel_name1=names.ck_name_for(1, 128)), found)
+        for wrong in ({"pipeline": "both"}, {"dispatch_policy": 3}):
+            with pytest.raises(ValueError, match="expected 'two_stage' or 'vendor', and 0, 1 or 2"):
+                inject.resolve(SMALL, config("argument", **wrong), found)
+
+
+def test_differences_to_an_aiter_row_are_in_words():
+    with installed("v0.1.11") as (_, found):
+        metadata = inject.resolve(SMALL, config("argument"), found)
+        row = dataclasses.replace(tables.blank(SMALL), **PLAIN)
+        assert inject.difference(row, metadata) is None
+        told = inject.difference(dataclasses.replace(row, block_m=32, kernel_name2=FLYDSL_T16), metadata)
+        assert told == f"block_m 64 for 32, stage 2 {PLAIN['kernel_name2']} for {FLYDSL_T16}"
+        told = inject.difference(dataclasses.replace(row, ksplit=2), metadata)
+        assert told == "ksplit 0 for 2, stage 1 ck_moe_stage1 for cktile_moe_stage1"
+
+
+def test_the_tuned_programs_kernel_is_registered_where_it_is_honoured():
+    asked = config("argument", block_m=32, kernel_name1=names.ck_name_for(1, 32), kernel_name2=f"{FLYDSL_T16}_sbm32")
+    with installed("v0.1.17", True) as (_, found):
+        registry = release.flydsl_registry()
+        twin = FLYDSL_T16.replace("_atomic", "_reduce")
+        assert registry.setdefault(twin, {**registry[FLYDSL_T16], "mode": "reduce"})["mode"] == "reduce"
+        expected = registry.pop(FLYDSL_T16)
+        assert resolved(inject.resolve(SMALL, asked, found))[2][1] == f"{FLYDSL_T16}_sbm32"
+        assert registry[FLYDSL_T16] == expected
+    with installed("v0.1.12", True) as (_, found):
+        with pytest.raises(ValueError, match="would skip its products with tile_k 128"):
+            inject.resolve(SMALL, asked, found)
+        assert FLYDSL_T16 not in importlib.import_module("aiter.ops.flydsl.moe_kernels")._KERNEL_PARAMS
