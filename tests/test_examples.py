@@ -49,6 +49,17 @@ def test_flax_layer():
     assert example.stdout.strip().endswith("equal: True")
 
 
+def test_lora_adapters():
+    """The loss on held-out text falls, and no bit of what is frozen changes; either would be status 1."""
+    example = run("lora_adapters.py", "--short")
+    assert example.returncode == 0, example.stderr
+    results = dict(re.findall(r"^RESULT (\S+) (\S+)$", example.stdout, re.MULTILINE))
+    assert float(results["bits_per_byte_after"]) < float(results["bits_per_byte_before"]) - 0.05
+    assert results["packed_bytes_unchanged"] == "True"
+    # Two layers of three adapters of rank 8: 128 x 128 twice, 128 x 8 at the router.
+    assert int(results["adapter_parameters"]) == 2 * 8 * (2 * (128 + 128) + (128 + 8))
+
+
 @pytest.fixture(scope="module")
 def smoke():
     """Everything that the demo does, on a model that has learnt nothing."""
