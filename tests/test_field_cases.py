@@ -1,8 +1,11 @@
 """Faults that others met and reported, each with its smallest input and its right answer; the ids are the case numbers.
 
-Cases about numbers and scales (1 to 5, 21, 27, 32, 33) are tested in test_mxfp4.py and test_quantize.py, those about
-ids and shapes also in test_route.py and implementations/test_contract.py; here are the rest, and the layer's part.
+Here is the layer's part. docs/field_cases.md lists the tests of every case, wherever they are; the last test here reads it.
 """
+
+import ast
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,10 @@ import pytest
 from cases import Case, random_bytes, random_case
 
 import jax_mxfp4_moe
-from jax_mxfp4_moe import MoeWeights, Mxfp4Array, dequantize, mxfp4_moe, quantize_weights
+from jax_mxfp4_moe import MoeWeights, Mxfp4Array, dequantize, device, mxfp4_moe, quantize_weights
+from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
 from jax_mxfp4_moe.testing import TOLERANCES, relative_error
+from jax_mxfp4_moe.tuning import table
 
 NAMES = ("xla", "torch")
 TOLERANCE = TOLERANCES["float32", None]
@@ -101,7 +106,7 @@ def test_case_05_scale_bytes_around_the_sign_bit(name):
 
 
 @every_name
-@pytest.mark.parametrize("activation_quant", [None, "mxfp4"])
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4", "fp8"])
 def test_case_07_negative_ids_skip(name, activation_quant):
     """Case 7: row 0 = .4 f3 + .2 f5 with no renormalising, row 1 exactly 0; expert 7, the last, is huge."""
     case = random_case(tokens=3, experts=8, top_k=4, hidden=32, intermediate=32, dtype="bfloat16")
@@ -176,8 +181,39 @@ def test_case_10_empty_experts_and_a_full_one(name, sizes):
     assert relative_error(case.run(implementation=name), case.expected()) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("sizes", "unused"), [((8, 0, 8, 0), [1, 3]), ((16, 0, 0, 0), [1, 2, 3]), ((0, 0, 0, 16), [0, 1, 2])]
+)
+def test_case_10_gradients_of_unused_experts_are_zero(sizes, unused):
+    """Case 10: exactly 0, and everything else finite and not 0; that it is right is tested in test_gradient.py."""
+    ids = np.random.default_rng(0).permutation(np.repeat(np.arange(4), sizes)).reshape(8, 2).astype(np.int32)
+    case = random_case(tokens=8, experts=4, hidden=32, intermediate=32, biases=True).replace(topk_ids=ids)
+    values, (of_x, of_weights, of_biases) = _case_10_gradients(case.x, case.topk_weights, case.weights, case.topk_ids)
+    assert relative_error(values, case.expected()) <= TOLERANCE
+    used = sorted(set(range(4)) - set(unused))
+    for found in (of_x, of_weights, *of_biases):
+        assert np.isfinite(found).all()
+    assert (np.asarray(of_x) != 0).any(axis=1).all()
+    assert (np.asarray(of_weights) != 0).all()
+    for found in map(np.asarray, of_biases):
+        assert (found[unused] == 0).all()
+        assert (found[used] != 0).any(axis=1).all()
+
+
+@jax.jit
+def _case_10_gradients(x, topk_weights, weights, topk_ids):
+    def layer(x, topk_weights, biases):
+        held = weights.replace(gate_up_bias=biases[0], down_bias=biases[1])
+        y = mxfp4_moe(x, held, topk_weights, topk_ids, implementation="xla")
+        return (y**2).sum(), y
+
+    biases = (weights.gate_up_bias, weights.down_bias)
+    (_, y), found = jax.value_and_grad(layer, argnums=(0, 1, 2), has_aux=True)(x, topk_weights, biases)
+    return y, found
+
+
 @every_name
-@pytest.mark.parametrize("tokens", [1, 2, 3, 33, 63, 64, 65, 130])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 33, 63, 64, 65, 130, 255, 256, 257, 511, 513])
 def test_case_11_token_counts(name, tokens):
     """Case 11: no number of tokens is special: prefixes of one problem, at and beside the edges of tiles."""
     whole = _case_11()
@@ -189,7 +225,7 @@ _memo: dict = {}
 
 
 def _case_11() -> Case:
-    return _memo.setdefault("case", random_case(tokens=130, experts=8, top_k=2, hidden=64, intermediate=64))
+    return _memo.setdefault("case", random_case(tokens=513, experts=8, top_k=2, hidden=64, intermediate=64))
 
 
 def _case_11_expected() -> np.ndarray:
@@ -314,7 +350,7 @@ def test_case_16_gate_rows_come_first():
 
 
 @every_name
-@pytest.mark.parametrize("activation_quant", [None, "mxfp4"])
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4", "fp8"])
 def test_case_17_the_down_bias_carries_the_router_weight(name, activation_quant):
     """Case 17: zero down weights and biases 1 and 2 under weights .7 and .3 give 1.3, times the routed scaling."""
     case = random_case(tokens=1, experts=2, hidden=32, intermediate=32)
@@ -328,6 +364,22 @@ def test_case_17_the_down_bias_carries_the_router_weight(name, activation_quant)
     single = case.replace(topk_weights=np.array([[0.7]], np.float32), topk_ids=np.array([[1]], np.int32))
     np.testing.assert_allclose(single.run(apply_router_weight_on_input=True, **run), 2, rtol=1e-6)
     np.testing.assert_allclose(single.run(**run), 1.4, rtol=1e-6)
+
+
+def test_case_18_rows_change_no_numbers(tmp_path, monkeypatch):
+    """Case 18: E = 24 and K = 1 without any row, with a row for this shape, and with one for another shape alone."""
+    case = random_case(tokens=5, experts=24, top_k=1, hidden=64, intermediate=32)
+    monkeypatch.setenv(table.USER_TABLES_VARIABLE, str(tmp_path))
+    xla, platform = IMPLEMENTATIONS["xla"], device.platforms()[0]
+    folder = tmp_path / device.arch(platform)
+    folder.mkdir()
+    columns = ",".join((*table.KEY_COLUMNS, "config_tile_rows"))
+    for key in (None, table.key_of(case.problem()), table.key_of(case.problem(), tokens=77)):
+        if key is not None:
+            (folder / "xla.csv").write_text(f"{columns}\n{','.join(key)},16\n")
+        source = table.lookup(xla, case.problem(), platform, None).source
+        assert (source == "default") == (key != table.key_of(case.problem()))
+        assert relative_error(case.run(implementation="xla", jit=False), case.expected()) <= TOLERANCE
 
 
 def test_case_19_scale_columns_not_a_multiple_of_4():
@@ -450,3 +502,23 @@ def test_weights_of_zero_experts_bytes_helper_is_random_enough():
     codes, scales = random_bytes(np.random.default_rng(0), (3, 64), 64)
     assert set(oracle.unpack(codes).ravel().tolist()) == set(range(16))
     assert len(set(scales.ravel().tolist())) >= 4
+
+
+def test_every_case_is_listed_with_tests_that_exist():
+    """docs/field_cases.md has each case once; what it names is there, and what is here by a case's number is named there."""
+    here = pathlib.Path(__file__).parent
+    rows = re.findall(
+        r"^\| (\d+) \|(.*)\|$", (here.parent / "docs" / "field_cases.md").read_text(encoding="utf-8"), re.M
+    )
+    assert [int(number) for number, _ in rows] == list(range(1, 35))
+    functions = {}
+    for file in sorted(set(re.findall(r"`([\w/]+\.py)::", str(rows)))):
+        body = ast.parse((here / file).read_text(encoding="utf-8")).body
+        functions[file] = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for number, row in rows:
+        listed = re.findall(r"`([\w/]+\.py)::(\w+)`", row)
+        assert listed, number
+        for file, name in listed:
+            assert name in functions[file], f"case {number}: tests/{file} has no {name}"
+        mine = {name for name in functions["test_field_cases.py"] if name.startswith(f"test_case_{int(number):02}_")}
+        assert mine <= {name for _, name in listed}, number
