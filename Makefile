@@ -39,8 +39,9 @@ install: $(VENV)/.installed  ## make the virtual environment, install the packag
 demo: install  ## train a small MoE language model, put its experts into MXFP4, and print the table
 	$(BIN)/python examples/tiny_moe_lm.py $(DEMO_ARGS)
 
+# One thread each: two processes whose torch threads take both cores wait for each other.
 test: install  ## run the tests
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 build/gpu/.built: $(wildcard bridge/*.cc bridge/*.h bridge/CMakeLists.txt)
 	cmake -S bridge -B build/gpu -DPython_EXECUTABLE="$$(command -v $(GPU_PYTHON))"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -70,7 +71,8 @@ def rows_of(text):
 @pytest.mark.skipif(torch_call.why_not("eager") is not None, reason=str(torch_call.why_not("eager")))
 class TestSimulatedAiter:
     @pytest.mark.parametrize("tiny", [3], indirect=True)
-    def test_aiter_report_is_stamped_and_untimed(self, tiny, one_rule, tmp_path):
+    def test_aiter_report_is_stamped_and_untimed(self, tiny, one_rule, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "argv", ["jax_mxfp4_moe", "bench", "--validate", NAME])
         with installed("v0.1.16", flydsl=True) as sim:
             done = invoke("--implementation", "aiter", NAME, "--report", str(tmp_path / "report.md"))
             operations = set(sim.calls)
@@ -89,7 +91,7 @@ class TestSimulatedAiter:
         checked = [row for row in rows if row[2] != "aiter fused_moe"]
         assert all(0 < float(row[5]) < float(row[6]) for row in checked)
         assert "- aiter: 0.1.16\n" in text
-        assert "- command: `python -m jax_mxfp4_moe " in text
+        assert f"- command: `python -m jax_mxfp4_moe bench --validate {NAME}`" in text
         assert (
             "seed_dispatch M128 E257 I256: block_m 32, CK1 256x128x128x128_1x4, FlyDSL2 t16x128x128_atomic: refused: "
             in text

@@ -29,6 +29,7 @@ from jax_mxfp4_moe.implementations.triton.layout import shuffle, unshuffle
 from jax_mxfp4_moe.layers import Mxfp4Moe, Mxfp4MoeLinen, Quantized, RouterState, common
 from jax_mxfp4_moe.layers import nnx as nnx_layer
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_experts": 6, "num_experts_per_tok": 2}
 FULL = {**SIZES, "num_shared_experts": 2, "use_bias": True, "router_bias": True}
 

@@ -16,6 +16,8 @@ from jax_mxfp4_moe.implementations.triton.layout import shuffle
 from jax_mxfp4_moe.layers import Mxfp4Moe, Mxfp4MoeLinen
 from jax_mxfp4_moe.layers import nnx as nnx_layer
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 # So few blocks that the writers draw scales near 2 ** -5; with more they use all 256 bytes, NaN among them.
 SMALL = {"hidden": 32, "intermediate": 32, "experts": 3}
 SWIGLU = {"activation": "swiglu_oai", "activation_alpha": 1.702, "activation_limit": 7.0}
