@@ -118,13 +118,36 @@ def test_what_a_checkpoint_does_not_say(tmp_path):
         k: v for k, v in written.config.items() if k not in ("num_experts_per_tok", "model_type", "norm_topk_prob")
     }
     synthetic.write_model(tmp_path, written.tensors, config)
+    guess = "scoring='softmax' and renormalize=True would be a guess"
+    given = {"scoring": "sigmoid", "renormalize": False}
     with (
-        pytest.warns(UserWarning, match="renormalize=True is assumed"),
+        pytest.warns(UserWarning, match=guess),
+        pytest.raises(ValueError, match=r"routing of model_type=None.*renormalize"),
+    ):
+        Mxfp4Moe.from_checkpoint(tmp_path, layer=0, num_experts_per_tok=2)
+    with (
+        pytest.warns(UserWarning, match=guess),
         pytest.raises(ValueError, match=r"no num_experts_per_tok in the configuration of .*Give num_experts_per_tok="),
     ):
-        Mxfp4Moe.from_checkpoint(tmp_path, layer=0)
-    with pytest.warns(UserWarning, match="renormalize=True is assumed"):
-        assert Mxfp4Moe.from_checkpoint(tmp_path, layer=0, num_experts_per_tok=2).num_experts_per_tok == 2
+        Mxfp4Moe.from_checkpoint(tmp_path, layer=0, **given)
+    with pytest.warns(UserWarning, match=guess):
+        layer = Mxfp4Moe.from_checkpoint(tmp_path, layer=0, num_experts_per_tok=2, **given)
+    assert (layer.num_experts_per_tok, layer.scoring, layer.renormalize) == (2, "sigmoid", False)
+
+
+@pytest.mark.filterwarnings("ignore:Mxfp4Moe.from_checkpoint")
+def test_llama4_weighs_the_input_of_its_expert(tmp_path):
+    written = synthetic.quark(tmp_path, style="qwen3", layers=1, inputs=None, **SMALL)
+    config = {k: v for k, v in written.config.items() if k != "norm_topk_prob"}
+    synthetic.write_model(tmp_path, written.tensors, {**config, "model_type": "llama4_text", "num_experts_per_tok": 1})
+    layer = Mxfp4Moe.from_checkpoint(tmp_path, layer=0)
+    truth = written.layers[0]
+    x = np.random.default_rng(3).normal(size=(5, 32)).astype(np.float32)
+    logits = x.astype(np.float64) @ truth.router.T
+    ids = logits.argmax(axis=-1)[:, None]
+    weighted = x / (1 + np.exp(-logits.max(axis=-1, keepdims=True)))
+    y = oracle.moe(weighted, values(truth.gate_up), values(truth.down), np.ones((5, 1)), ids, x_dtype="float32")
+    np.testing.assert_allclose(layer(x), y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
 
 
 @pytest.mark.filterwarnings("ignore:Mxfp4Moe.from_checkpoint")

@@ -122,11 +122,24 @@ _ACTIVATIONS = {
 _CLAMPED_BEFORE = ("deepseek_v4", "glm5_moe", "glm_moe_dsa", "hy_v4")
 """Model types whose `swiglu_limit` clamps gate and up before silu. Others may clamp after it, which is another function."""
 
-_RENORMALIZE = {
-    "deepseek_v2": False, "deepseek_v3": True, "deepseek_v4": True, "gpt_oss": True, "kimi_k2": True, "mixtral": True, "qwen2_moe": False,
-    "qwen3_moe": False,
+_SOFTMAX, _SOFTMAX_TO_1 = ("softmax", False), ("softmax", True)
+
+_ROUTINGS = {
+    "deepseek_v2": _SOFTMAX, "deepseek_v3": ("sigmoid", True), "deepseek_v4": ("sqrtsoftplus", True), "glm4_moe": ("sigmoid", True),
+    "gpt_oss": ("softmax_after_topk", True), "kimi_k2": ("sigmoid", True), "llama4": ("sigmoid", False), "llama4_text": ("sigmoid", False),
+    "mixtral": _SOFTMAX_TO_1, "qwen2_moe": _SOFTMAX, "qwen3_5_moe": _SOFTMAX_TO_1, "qwen3_5_moe_text": _SOFTMAX_TO_1,
+    "qwen3_moe": _SOFTMAX, "qwen3_next": _SOFTMAX_TO_1, "qwen3_vl_moe": _SOFTMAX_TO_1, "qwen3_vl_moe_text": _SOFTMAX_TO_1,
 }  # fmt: skip
-"""What a model type does where its configuration has no `norm_topk_prob`."""
+"""Scoring and renormalization of a model type where its configuration does not state them."""
+
+_GGUF_ROUTINGS = {
+    "deepseek2": _SOFTMAX, "gpt-oss": ("softmax_after_topk", True), "llama": _SOFTMAX_TO_1, "llama4": ("sigmoid", False),
+    "qwen2moe": _SOFTMAX, "qwen3moe": _SOFTMAX_TO_1, "qwen3next": _SOFTMAX_TO_1, "qwen3vlmoe": _SOFTMAX_TO_1,
+}  # fmt: skip
+"""The same by the architecture of a GGUF file."""
+
+_WEIGHT_ON_INPUT = ("llama4", "llama4_text")
+"""Model types, and GGUF architectures, whose router weights multiply the input of an expert and not its result."""
 
 _GGUF_SCORINGS = {1: "softmax", 2: "sigmoid", 3: "softmax_after_topk", 4: "sqrtsoftplus"}
 
@@ -142,17 +155,19 @@ def model_options(config: Config, format: str, *, has_correction_bias: bool) -> 
         notes.append("There is no config.json: activation and routing are assumptions.")
     activation, alpha, limit = _activation(config, model_type)
     scoring = word(config, "scoring_func", "score_function", "moe_router_activation_func")
-    if model_type == "gpt_oss":
-        scoring = "softmax_after_topk"
     renormalize = flag(config, "norm_topk_prob", "moe_renormalize")
-    if renormalize is None:
-        renormalize = _RENORMALIZE.get(model_type or "", True)
-        if model_type not in _RENORMALIZE:
-            notes.append(
-                "The configuration does not say whether the weights of a token are made to sum to 1; renormalize=True is assumed."
-            )
+    if model_type in ("gpt_oss", *_WEIGHT_ON_INPUT):  # their code has no other, whatever a configuration says
+        scoring, renormalize = _ROUTINGS[model_type]
+    guess = ("sigmoid" if has_correction_bias else "softmax", True)
+    routing = _routing(
+        scoring, renormalize, _ROUTINGS.get(model_type or ""), guess, f"model_type={model_type!r}", notes
+    )
     groups, topk_groups = integer(config, "n_group", "num_expert_group"), integer(config, "topk_group")
     method = word(config, "topk_method")
+    if method == "noaux_tc" and not has_correction_bias:
+        notes.append(
+            "topk_method='noaux_tc' chooses experts with a correction bias, and there is no such tensor: without it the choice is another."
+        )
     scaling = number(config, "routed_scaling_factor")
     if groups is None or groups <= 1 or method == "greedy":
         groups = topk_groups = None
@@ -163,14 +178,40 @@ def model_options(config: Config, format: str, *, has_correction_bias: bool) -> 
         "activation": activation,
         "activation_alpha": alpha,
         "activation_limit": limit,
-        "scoring": scoring or ("sigmoid" if has_correction_bias else "softmax"),
-        "renormalize": renormalize,
+        **routing,
+        "model_type": model_type,
+        "apply_router_weight_on_input": model_type in _WEIGHT_ON_INPUT,
         "num_groups": groups,
         "topk_groups": topk_groups,
         "group_score": "max" if groups and method == "group_limited_greedy" else None,
         "routed_scaling_factor": 1.0 if scaling is None else scaling,
         "notes": notes,
     }
+
+
+def _routing(
+    scoring: str | None,
+    renormalize: bool | None,
+    known: tuple[str, bool] | None,
+    guess: tuple[str, bool],
+    model: str,
+    notes: list[str],
+) -> dict[str, Any]:
+    """Scoring and renormalization: as stated, else as the model type does, else a guess, which is named as such."""
+    stated = {"scoring": scoring, "renormalize": renormalize}
+    found = {
+        name: default if stated[name] is None else stated[name]
+        for name, default in zip(stated, known or guess, strict=True)
+    }
+    needed = ("scoring",) if scoring == "softmax_after_topk" else tuple(stated)
+    guessed = () if known else tuple(name for name in needed if stated[name] is None)
+    if guessed:
+        assumed = " and ".join(f"{name}={found[name]!r}" for name in guessed)
+        notes.append(
+            f"Neither the configuration nor {model} decides how experts are weighted: {assumed} would be a guess. Give "
+            f"{' and '.join(guessed)} yourself; without, routing_options() is refused."
+        )
+    return {**found, "guessed": guessed}
 
 
 def _activation(config: Config, model_type: str | None) -> tuple[str, float | None, float | None]:
@@ -191,17 +232,23 @@ def _gguf_options(config: Config, architecture: str) -> dict[str, Any]:
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    notes = []
+    notes: list[str] = []
     is_gpt_oss = architecture == "gpt-oss"
     gating = integer(config, key("expert_gating_func"))
-    scoring = "softmax_after_topk" if is_gpt_oss else _GGUF_SCORINGS.get(gating or 1, f"expert_gating_func {gating}")
+    scoring = _GGUF_SCORINGS.get(gating, f"expert_gating_func {gating}") if gating else None
     renormalize = flag(config, key("expert_weights_norm"))
-    if not is_gpt_oss:
+    if is_gpt_oss:
+        scoring = "softmax_after_topk"
+    else:
         notes.append("GGUF files do not name the activation; activation='silu' is assumed.")
-        if renormalize is None:
-            notes.append(
-                "The file does not say whether the weights of a token are made to sum to 1; renormalize=True is assumed."
-            )
+    routing = _routing(
+        scoring,
+        renormalize,
+        _GGUF_ROUTINGS.get(architecture),
+        ("softmax", True),
+        f"general.architecture={architecture!r}",
+        notes,
+    )
     scale = number(config, key("expert_weights_scale"))
     groups = integer(config, key("expert_group_count"))
     groups = groups if groups and groups > 1 else None
@@ -210,8 +257,9 @@ def _gguf_options(config: Config, architecture: str) -> dict[str, Any]:
         "activation": "swiglu_oai" if is_gpt_oss else "silu",
         "activation_alpha": 1.702 if is_gpt_oss else None,
         "activation_limit": 7.0 if is_gpt_oss else None,
-        "scoring": scoring,
-        "renormalize": True if renormalize is None else renormalize,
+        **routing,
+        "model_type": architecture,
+        "apply_router_weight_on_input": architecture in _WEIGHT_ON_INPUT,
         "num_groups": groups,
         "topk_groups": integer(config, key("expert_group_used_count")) if groups else None,
         "group_score": None,

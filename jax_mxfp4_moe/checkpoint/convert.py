@@ -20,7 +20,7 @@ import numpy as np
 from jax_mxfp4_moe.checkpoint import config, dense, names, write
 from jax_mxfp4_moe.checkpoint.experts import CODES, FLOATS, NamedExperts
 from jax_mxfp4_moe.checkpoint.files import MXFP4_BLOCKS, PICKLE_SUFFIXES, Checkpoint, Tensor, open_checkpoint
-from jax_mxfp4_moe.checkpoint.load import PACKED_FORMATS, describe, load_router
+from jax_mxfp4_moe.checkpoint.load import PACKED_FORMATS, Description, describe, load_router
 from jax_mxfp4_moe.checkpoint.write import TensorSource
 from jax_mxfp4_moe.mxfp4 import BLOCK, Mxfp4Array
 from jax_mxfp4_moe.quantize import Rounding, ScaleRule, check_rules
@@ -174,7 +174,14 @@ class _Plan:
                 router = load_router(checkpoint, layer=number)
                 self.others += write.router_sources(number, router, format=to, family=family)
         kept = write.modules_kept((tensor.name for tensor in self.others), (tensor.name for tensor in self.experts))
-        self.config = _config(checkpoint, to, family, self.layers)
+        if to == "gpt_oss" and (facts.activation, facts.scoring) != ("swiglu_oai", "softmax_after_topk"):
+            raise ValueError(
+                f"convert: {checkpoint.path} has activation={facts.activation!r} and scoring={facts.scoring!r}; expected 'swiglu_oai' and "
+                "'softmax_after_topk' in format 'gpt_oss', whose names stand for them. Use 'quark' or 'compressed_tensors'."
+            )
+        if _home(first) is None:
+            self.notes += facts.notes
+        self.config = _config(checkpoint, to, family, self.layers, facts)
         self.config["quantization_config"] = write.quantization_config(
             to, activation_quant=self.activation_quant, scale_rule=scale_rule, kept=kept
         )
@@ -337,17 +344,43 @@ def _other_files(folder: Path) -> Iterable[Path]:
     )
 
 
-def _config(checkpoint: Checkpoint, to: str, family: str, layers: dict[int, NamedExperts]) -> dict[str, Any]:
+def _config(
+    checkpoint: Checkpoint, to: str, family: str, layers: dict[int, NamedExperts], facts: Description
+) -> dict[str, Any]:
     first = next(iter(layers.values()))
     if _home(first) is None or not checkpoint.config:  # GGUF, and the original gpt-oss, have other fields
-        return write.minimal_config(
+        sizes = write.minimal_config(
             to, family, max(layers) + 1, first.num_experts, first.hidden_size, first.intermediate_size
         )
+        return {**sizes, **_words(facts)} if facts.model_type else sizes
     result = copy.deepcopy(dict(checkpoint.config))
     result.pop("expert_dtype", None)
     if isinstance(result.get("text_config"), dict):
         result["text_config"].pop("quantization_config", None)
     return result
+
+
+def _words(facts: Description) -> dict[str, Any]:
+    """What a description says of activation and routing, in the words of config.json; what is a guess is left out."""
+    if facts.activation == "swiglu_oai":
+        words: dict[str, Any] = {
+            "model_type": "gpt_oss",
+            "swiglu_alpha": facts.activation_alpha,
+            "swiglu_limit": facts.activation_limit,
+        }
+    else:
+        words = {
+            "hidden_act": facts.activation,
+            "scoring_func": None if "scoring" in facts.guessed else facts.scoring,
+            "norm_topk_prob": None if "renormalize" in facts.guessed else facts.renormalize,
+            "n_group": facts.num_groups,
+            "topk_group": facts.topk_groups,
+            "routed_scaling_factor": facts.routed_scaling_factor,
+        }
+    if facts.apply_router_weight_on_input:
+        words["model_type"] = "llama4_text"  # there is no other word for it
+    words["num_experts_per_tok"] = facts.num_experts_per_tok
+    return {key: value for key, value in words.items() if value is not None}
 
 
 def run(source: Path, destination: Path, **options: Any) -> int:

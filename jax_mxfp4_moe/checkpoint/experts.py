@@ -199,7 +199,13 @@ def _listed(what: str, items: Sequence[Any], count: int) -> str:
 
 
 class NamedExperts(Experts):
-    """Experts whose tensors have the names of a `Place`."""
+    """Experts whose tensors have the names of a `Place`.
+
+    Attributes:
+      is_static: activations in float8 have the scales that the file states, and not one for each row.
+    """
+
+    is_static = False
 
     def __init__(self, place: Place, format: str) -> None:
         self.place, self.format, self.where = place, format, place.where
@@ -215,18 +221,26 @@ class NamedExperts(Experts):
 
     def set_activation_quant(self, activation_quant: str | None, is_static: bool) -> None:
         """Records what the configuration says; static scales of activations must then be there."""
-        self.activation_quant = activation_quant
-        if activation_quant == "fp8" and is_static and not self.place.tensors("down", "input_scale"):
-            name = self.place.name("down", "input_scale", self.place.ids[0])
-            raise ValueError(
-                f"load: {self.where} has static scales of activations by its configuration; expected them in tensors such as {name!r}, "
-                "which are missing. Complete the download."
-            )
+        self.activation_quant, self.is_static = activation_quant, is_static
+        if activation_quant == "fp8" and is_static:
+            self._require_scales()
+
+    def _require_scales(self) -> None:
+        """Raises ValueError unless both products have static scales of their activations."""
+        for part in (self.place.part("gate"), "down"):
+            if not self.place.tensors(part, "input_scale"):
+                name = self.place.name(part, "input_scale", self.place.ids[0])
+                raise ValueError(
+                    f"load: {self.where} has static scales of activations by its configuration; expected them in tensors such as "
+                    f"{name!r}, which are missing. Complete the download."
+                )
 
     def input_scales(self) -> np.ndarray | None:
         """The largest over all experts, since one grouped product has one scale for its activations."""
-        if not self.place.tensors("down", "input_scale"):
+        # Scales that were left in the file do not count where the configuration says that there is one for each row.
+        if not self.is_static or not any(self.place.tensors(part, "input_scale") for part in self.place.table):
             return None
+        self._require_scales()
 
         def largest(parts: Iterable[str]) -> float:
             scales = []

@@ -133,6 +133,10 @@ def load_router(path: Source, *, layer: int) -> Router:
     return Router(read(tensors.weight, e, None), read(tensors.bias, e), read(tensors.correction_bias, e))
 
 
+ROUTING_OPTIONS = ("scoring", "renormalize", "num_groups", "topk_groups", "group_score", "routed_scaling_factor")
+"""Arguments of `topk_routing` that a checkpoint decides."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Description:
     """What a checkpoint says of its expert layers, in the words of this package.
@@ -146,7 +150,10 @@ class Description:
       num_experts_per_tok: K, or None if the configuration does not say.
       use_bias, router_bias, correction_bias: whether experts and router have them.
       activation, activation_alpha, activation_limit, activation_quant, scale_rule: see `mxfp4_moe`.
+      apply_router_weight_on_input: see `mxfp4_moe`.
       scoring, renormalize, num_groups, topk_groups, group_score, routed_scaling_factor: see `topk_routing`.
+      model_type: the model type, or the architecture of a GGUF file; None if the configuration does not say.
+      guessed: which of `scoring` and `renormalize` neither the configuration nor the model type decides.
       notes: sentences on what this package does not take from the checkpoint, or had to assume.
     """
 
@@ -170,6 +177,9 @@ class Description:
     topk_groups: int | None
     group_score: str | None
     routed_scaling_factor: float
+    apply_router_weight_on_input: bool
+    model_type: str | None
+    guessed: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
@@ -179,13 +189,32 @@ class Description:
 
     def activation_options(self) -> dict[str, Any]:
         """Keyword arguments for `mxfp4_moe`; what activations are quantized to is in the weights."""
-        keys = ("activation", "activation_alpha", "activation_limit", "scale_rule")
+        keys = (
+            "activation",
+            "activation_alpha",
+            "activation_limit",
+            "scale_rule",
+            "apply_router_weight_on_input",
+        )
         return {key: getattr(self, key) for key in keys}
 
-    def routing_options(self) -> dict[str, Any]:
-        """Keyword arguments for `topk_routing`; the correction bias comes from `load_router`."""
-        keys = ("scoring", "renormalize", "num_groups", "topk_groups", "group_score", "routed_scaling_factor")
-        return {key: getattr(self, key) for key in keys}
+    def routing_options(self, **given: Any) -> dict[str, Any]:
+        """Keyword arguments for `topk_routing`; the correction bias comes from `load_router`.
+
+        Args:
+          **given: options instead of what the checkpoint says, such as those that it leaves open.
+
+        Raises:
+          ValueError: an option that the checkpoint leaves open is not given.
+        """
+        open_ = [name for name in self.guessed if name not in given]
+        if open_:
+            raise ValueError(
+                f"routing_options: nothing is known of the routing of model_type={self.model_type!r}, and its configuration does not say "
+                f"it; expected {' and '.join(open_)} to be given, as the model's own code has it. Pass "
+                f"{', '.join(f'{name}=...' for name in open_)}."
+            )
+        return {**{key: getattr(self, key) for key in ROUTING_OPTIONS}, **given}
 
 
 def describe(path: Source) -> Description:

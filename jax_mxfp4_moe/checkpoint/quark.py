@@ -35,6 +35,7 @@ def _experts(checkpoint: Checkpoint, layer: int, tables: tuple[names.NameTable, 
     for name_table in tables:
         place = find(checkpoint, layer, name_table)
         if place is not None:
+            _check_dtypes(place)
             config = check_method(place.where, checkpoint.config, NAME, "quark")
             model_type = word(checkpoint.config, "model_type")
             if place.is_gate_up_fused and model_type is not None and not model_type.startswith("gpt_oss"):
@@ -64,9 +65,12 @@ def global_scale_rule(config: Config) -> str | None:
 
 
 def _spec(place: Place, config: Config) -> Config:
-    """The part of quantization_config that holds for these experts: an override by name, or the global one."""
-    module = place.name(place.part("gate"), "codes", place.ids[0]).removesuffix(".weight")
-    overrides = table(config, "layer_quant_config")
+    """The part of quantization_config that holds for these experts: an override by name, or the global one.
+
+    Raises:
+      ValueError: it is not the same for all of their tensors, or says that one is not quantized.
+    """
+    overrides, everywhere = table(config, "layer_quant_config"), table(config, "global_quant_config")
     for pattern in overrides:
         # A regular expression from a file could run for ever; the file's tensors decide everything else.
         if pattern.startswith("re:"):
@@ -74,9 +78,47 @@ def _spec(place: Place, config: Config) -> Config:
                 f"load: {place.where} has a regular expression {pattern[:80]!r} in layer_quant_config; expected names or globs. Replace "
                 "it by those in config.json."
             )
-        if fnmatch.fnmatchcase(module, pattern):
-            return table(overrides, pattern)
-    return table(config, "global_quant_config")
+    excluded = config.get("exclude")
+    excluded = [str(name) for name in excluded] if isinstance(excluded, list) else []
+    globs = [name for name in excluded if not name.startswith("re:")]
+    if not overrides and not globs:
+        return everywhere
+    first: tuple[str, Config] | None = None
+    for part in place.table:
+        for expert in place.ids:
+            module = place.name(part, "codes", expert).removesuffix(".weight")
+            for glob in (glob for glob in globs if fnmatch.fnmatchcase(module, glob)):
+                raise ValueError(
+                    f"load: {place.where} has {module!r} in MXFP4, and {glob[:80]!r} in exclude says that it is not quantized; expected "
+                    "the same for all tensors of its experts. Correct quantization_config in config.json."
+                )
+            named = (table(overrides, pattern) for pattern in overrides if fnmatch.fnmatchcase(module, pattern))
+            spec = next(named, everywhere)
+            if first is None:
+                first = module, spec
+            elif any(spec.get(key) != first[1].get(key) for key in ("weight", "input_tensors")):
+                raise ValueError(
+                    f"load: {place.where} has {first[0]!r} and {module!r}, which quantization_config has quantized differently; expected "
+                    "the same for all tensors of its experts. Correct layer_quant_config in config.json."
+                )
+    return first[1] if first else everywhere
+
+
+def _check_dtypes(place: Place) -> None:
+    """Refuses other formats that have the same names, by what their tensors are."""
+    part = place.part("gate")
+    weight, scale = (place.tensors(part, field)[0] for field in ("codes", "scales"))
+    method = word(quantization(place.checkpoint.config), "quant_method")
+    if weight.dtype in ("F8_E4M3", "F8_E5M2"):
+        raise ValueError(
+            f"load: {weight} found in {place.where}, with quant_method={method!r}: weights in float8; expected MXFP4. This package "
+            "reads no float8 weights: convert them to bfloat16 first."
+        )
+    if scale.dtype == "F8_E4M3":
+        raise ValueError(
+            f"load: {scale} found in {place.where}, with quant_method={method!r}; expected one scale byte for each 32 elements. Blocks of "
+            "16 are NVFP4, another format, which this package does not read."
+        )
 
 
 def _first_of(spec: Any) -> Config | None:

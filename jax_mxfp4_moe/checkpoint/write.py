@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_mxfp4_moe.checkpoint import names
+from jax_mxfp4_moe.checkpoint.config import word
 from jax_mxfp4_moe.checkpoint.files import DTYPES, Tensor
 from jax_mxfp4_moe.checkpoint.load import Router
 from jax_mxfp4_moe.checkpoint.names import NameTable, RouterNames
@@ -273,6 +274,13 @@ def quantization_config(
     if format == "gpt_oss":
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(kept)}
     if format == "compressed_tensors":
+        if activation_quant and scale_rule != "even":
+            raise ValueError(
+                f"save: scale_rule={scale_rule!r} given, with activation_quant={activation_quant!r}; expected 'even' in format "
+                "'compressed_tensors', whose configuration has no word for others, so that activations would be quantized by another rule. "
+                "Use 'quark', or declare the weights fit for activations that are not quantized: weights.replace(activation_quant=None), "
+                "or convert with weights_only."
+            )
         numbers = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": BLOCK, "symmetric": True}
         group = {
             "targets": ["Linear"],
@@ -499,7 +507,8 @@ def save(
         "deepseek_v4"; not every format has every one.
       routers: as `load_router` returns them, by the number of their layer.
       shared: shared experts of a layer as one expert of their joint width.
-      config: fields for config.json; the sizes alone if it is left out. Its `quantization_config` is replaced.
+      config: fields for config.json; the sizes alone if it is left out. Its `quantization_config` is replaced. Format "gpt_oss" needs its
+        `model_type`, or `family="gpt_oss"`.
       root: what stands before "layers." in the names.
       scale_rule: how the scales were made, recorded where the format has a word for it.
       max_shard_bytes: see `write_tensors`.
@@ -540,6 +549,11 @@ def save(
             f"save: layers with activation_quant {sorted(map(str, quants))} given; expected one for all, since config.json states it once."
         )
     kept = modules_kept((source.name for source in others), (source.name for source in experts))
+    if format == "gpt_oss" and family is None and word(config or {}, "model_type") is None:
+        raise ValueError(
+            "save: no model_type given with format 'gpt_oss'; expected one, since without it these names stand for the activation and the "
+            "routing of gpt-oss. Give config={'model_type': ...}, or family='gpt_oss' if the layers are of gpt-oss."
+        )
     if config is None:
         first = next(iter(layers.values()))
         sizes = (first.num_experts, first.hidden_size, first.intermediate_size)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_mxfp4_moe.checkpoint import Checkpoint, describe, load, load_router, open_checkpoint
-from jax_mxfp4_moe.checkpoint.load import has_shared
+from jax_mxfp4_moe.checkpoint.load import ROUTING_OPTIONS, has_shared
 from jax_mxfp4_moe.layers import common
 from jax_mxfp4_moe.layers.common import Axes, Initializer, default_kernel_init
 from jax_mxfp4_moe.layers.linen import Mxfp4MoeLinen
@@ -390,7 +390,7 @@ class Mxfp4Moe(Mxfp4Experts):
 
         Raises:
           FileNotFoundError, ValueError: as for `checkpoint.load` and `checkpoint.load_router`; also if the configuration does not say how
-            many experts a token uses.
+            many experts a token uses, or how they are weighted in a model type that is not known, and the overrides do not say it either.
 
         Warns:
           UserWarning: each of `checkpoint.describe(path).notes`: what had to be assumed.
@@ -402,7 +402,7 @@ class Mxfp4Moe(Mxfp4Experts):
             warnings.warn(f"{where}: {note}", stacklevel=2)
         options = {
             **facts.activation_options(),
-            **facts.routing_options(),
+            **facts.routing_options(**{name: overrides[name] for name in ROUTING_OPTIONS if name in overrides}),
             "num_experts_per_tok": facts.num_experts_per_tok,
         }
         options |= overrides

@@ -780,6 +780,7 @@ def gguf(
     hidden: int = HIDDEN,
     intermediate: int = INTERMEDIATE,
     architecture: str = "gpt-oss",
+    metadata: Mapping[str, int | float] | None = None,
 ) -> Checkpoint:
     """GGUF as llama.cpp converts gpt-oss: gate, up and down apart, MXFP4 (type 39), biases and router in float32.
 
@@ -796,6 +797,9 @@ def gguf(
     writer.add_expert_count(experts)
     writer.add_expert_used_count(TOP_K)
     writer.add_expert_feed_forward_length(intermediate)
+    for key, value in (metadata or {}).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture}.{key}", value)
     writer.add_token_list(["a", "b", "c"])  # an array among the metadata
     writer.add_tensor("token_embd.weight", rng.normal(size=(3, hidden)).astype(np.float32))
     truth = {}

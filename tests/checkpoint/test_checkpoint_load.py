@@ -638,7 +638,12 @@ def test_describe(name, written):
         ({"swiglu_limit": 5.0}, {"activation": "silu with swiglu_limit", "activation_limit": 5.0}),
         ({"routed_scaling_factor": 0.0}, {"routed_scaling_factor": 0.0}),
         ({"norm_topk_prob": None, "model_type": "qwen3_moe"}, {"renormalize": False}),
-        ({"norm_topk_prob": None, "model_type": "new"}, {"renormalize": True}),
+        ({"norm_topk_prob": None, "model_type": "new"}, {"renormalize": True, "guessed": ("renormalize",)}),
+        ({"norm_topk_prob": None, "model_type": "new", "scoring_func": "softmax_after_topk"}, {"guessed": ()}),
+        ({"model_type": "new"}, {"scoring": "sigmoid", "guessed": ()}),
+        ({"scoring_func": None}, {"scoring": "sigmoid", "guessed": ()}),
+        *(({"model_type": name}, {"scoring": "sigmoid", "renormalize": False, "apply_router_weight_on_input": True})
+          for name in ("llama4", "llama4_text")),
         ({"hidden_size": 320}, {"hidden_size": 160}),
     ],
 )  # fmt: skip
@@ -646,7 +651,41 @@ def test_describe_reads_the_configuration(changes, expected, written, tmp_path):
     made = written("deepseek")
     found = describe(rewrite(made, tmp_path / "model", config={**made.config, **changes}))
     assert {key: getattr(found, key) for key in expected} == expected
-    assert bool(found.notes) == (changes.get("model_type") == "new" or "hidden_size" in changes)
+    assert bool(found.notes) == bool(found.guessed or "hidden_size" in changes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scoring", "renormalize"),
+    [("deepseek2", "softmax", False), ("llama", "softmax", True), ("llama4", "sigmoid", False), ("qwen2moe", "softmax", False),
+     ("qwen3moe", "softmax", True)],
+)  # fmt: skip
+def test_routing_of_a_gguf_file_by_architecture(architecture, scoring, renormalize, tmp_path):
+    found = describe(synthetic.gguf(tmp_path, architecture=architecture).path)
+    assert (found.scoring, found.renormalize, found.guessed) == (scoring, renormalize, ())
+    assert found.apply_router_weight_on_input == (architecture == "llama4")
+
+
+@pytest.mark.parametrize("model_type", ["phimoe", "jamba", None])
+def test_routing_that_is_not_known_is_refused(model_type, written, tmp_path):
+    made = written("mixtral")
+    found = describe(rewrite(made, tmp_path / "model", config={**made.config, "model_type": model_type}))
+    assert found.guessed == ("scoring", "renormalize")
+    assert f"model_type={model_type!r} decides" in found.notes[0]
+    told = rf"the routing of model_type={model_type!r}, .* expected scoring and renormalize .* Pass scoring=\.\.\., renormalize=\.\.\.\.$"
+    with pytest.raises(ValueError, match=told):
+        found.routing_options()
+    with pytest.raises(ValueError, match=r"Pass renormalize=\.\.\.\.$"):
+        found.routing_options(scoring="softmax")
+    options = found.routing_options(scoring="sigmoid", renormalize=False)
+    assert (options["scoring"], options["renormalize"]) == ("sigmoid", False)
+
+
+def test_a_missing_correction_bias_is_noted(written, tmp_path):
+    made = written("deepseek")
+    change = {name: None for name in made.tensors if "e_score_correction_bias" in name}
+    assert change
+    found = describe(rewrite(made, tmp_path / "model", change=change))
+    assert any("topk_method='noaux_tc' chooses experts with a correction bias" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -840,7 +879,7 @@ REFUSED = {
     "no_input_scales": (
         "quark_gpt_oss",
         {f"model.layers.0.mlp.experts.{e}.{p}_proj.input_scale": None for e in range(3) for p in ("gate_up", "down")},
-        r"static scales of activations .*experts.0.down_proj.input_scale', which are missing",
+        r"static scales of activations .*experts.0.gate_up_proj.input_scale', which are missing",
     ),
     "two_formats": (
         "quark_qwen3",
@@ -965,6 +1004,105 @@ def test_an_override_by_name_decides(written, tmp_path):
     assert load(path, layer=0).activation_quant is None
     path = dealt(made, tmp_path / "b", {}, layer_quant_config={"*self_attn*": override})
     assert load(path, layer=0).activation_quant == "mxfp4"
+
+
+@pytest.mark.parametrize("name", ["*experts.0.gate_proj", "*experts.1.*", "*down_proj"])
+@pytest.mark.parametrize("key", ["layer_quant_config", "exclude"])
+def test_overrides_of_some_tensors_of_a_layer_are_refused(key, name, written, tmp_path):
+    override = {"weight": synthetic.QUARK_MXFP4, "input_tensors": None}
+    value = [name] if key == "exclude" else {name: override}
+    path = dealt(written(QUARK), tmp_path / "model", {}, **{key: value})
+    told = {
+        "layer_quant_config": r"'model\.layers\.0\.mlp\.experts\..*_proj' and 'model\..*_proj', which .* quantized differently",
+        "exclude": rf"'model\.layers\.0\.mlp\.experts\..*_proj' in MXFP4, and '{re.escape(name)}' in exclude",
+    }
+    with pytest.raises(ValueError, match=told[key]):
+        load(path, layer=0)
+
+
+def test_overrides_that_agree_are_followed(written, tmp_path):
+    override = {"weight": synthetic.QUARK_MXFP4, "input_tensors": None}
+    path = dealt(
+        written(QUARK), tmp_path / "model", {}, layer_quant_config={"*gate_proj": override, "*_proj": override}
+    )
+    assert load(path, layer=0).activation_quant is None
+
+
+def with_scales(made, parts):
+    """An `input_scale` for each expert's projections of `parts`."""
+    return {
+        name.removesuffix("weight_scale") + "input_scale": synthetic.Tensor.of("F32", np.float32(0.5))
+        for name in made.tensors
+        if ".experts." in name and name.endswith("weight_scale") and name.split(".")[-2] in parts
+    }
+
+
+FLOAT8 = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+
+
+def test_static_scales_count_only_where_the_configuration_says_so(written, tmp_path):
+    made = written(QUARK)
+    change = with_scales(made, ("gate_proj", "up_proj", "down_proj"))
+    for is_dynamic in (False, True):
+        table = {**made.config["quantization_config"], **quark_inputs(**FLOAT8, is_dynamic=is_dynamic)}
+        config = {**made.config, "quantization_config": table}
+        weights = load(rewrite(made, tmp_path / str(is_dynamic), change=change, config=config), layer=0)
+        assert weights.activation_quant == "fp8"
+        assert (weights.activation_scale is None) == is_dynamic
+
+
+@pytest.mark.parametrize("parts", [("down_proj",), ("gate_proj", "up_proj")])
+def test_static_scales_of_one_product_are_refused(parts, written, tmp_path):
+    made = written(QUARK)
+    table = {**made.config["quantization_config"], **quark_inputs(**FLOAT8, is_dynamic=False)}
+    config = {**made.config, "quantization_config": table}
+    path = rewrite(made, tmp_path / "model", change=with_scales(made, parts), config=config)
+    missing = "gate_proj" if parts == ("down_proj",) else "down_proj"
+    with pytest.raises(
+        ValueError, match=rf"expected them in tensors such as '.*{missing}\.input_scale', which are missing"
+    ):
+        load(path, layer=0)
+    with pytest.raises(
+        ValueError, match=rf"{missing}\.input_scale', which are missing"
+    ):  # no configuration, and fp8 asked for
+        load(
+            rewrite(made, tmp_path / "plain", change=with_scales(made, parts), config={}),
+            layer=0,
+            activation_quant="fp8",
+        )
+
+
+@pytest.mark.parametrize(
+    ("method", "codes", "scales", "told"),
+    [
+        (
+            "compressed-tensors",
+            "F8_E4M3",
+            "F32",
+            "quant_method='compressed-tensors': weights in float8; expected MXFP4",
+        ),
+        ("modelopt", "U8", "F8_E4M3", "quant_method='modelopt'; expected .* Blocks of 16 are NVFP4"),
+    ],
+)
+def test_other_formats_of_the_same_names_are_called_by_theirs(method, codes, scales, told, written, tmp_path):
+    made = written(QUARK)
+    change = {}
+    for name in made.tensors:
+        if ".experts." in name:
+            is_scale = name.endswith("weight_scale")
+            shape = (
+                (96, 1)
+                if is_scale and scales == "F32"
+                else (96, 10)
+                if is_scale
+                else (96, 160 if codes != "U8" else 80)
+            )
+            change[name] = of(scales if is_scale else codes, *shape)
+    path = rewrite(
+        made, tmp_path / "model", change=change, config={**made.config, "quantization_config": {"quant_method": method}}
+    )
+    with pytest.raises(ValueError, match=told):
+        load(path, layer=0)
 
 
 def test_inputs_in_float8_with_a_scale_for_each_token(written, tmp_path):

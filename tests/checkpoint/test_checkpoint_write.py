@@ -201,9 +201,13 @@ def prepared(weights):
         ("2 shared experts given; expected them as one expert", ValueError, {"shared": {0: small(2)}}),
         ("of layers [5] given; expected layers among [0]", ValueError, {"shared": {5: small(1)}}),
         ("activation_quant='mxfp4' given; expected None in format 'gpt_oss'", ValueError,
-         {"format": "gpt_oss", "layers": {0: small(activation_quant="mxfp4")}}),
+         {"format": "gpt_oss", "family": "gpt_oss", "layers": {0: small(activation_quant="mxfp4")}}),
         ("activation_quant='fp8' given; expected None or 'mxfp4'", ValueError, {"layers": {0: small(activation_quant="fp8")}}),
         ("['None', 'mxfp4'] given; expected one for all", ValueError, {"layers": {0: small(), 1: small(activation_quant="mxfp4")}}),
+        ("no model_type given with format 'gpt_oss'; expected one", ValueError, {"format": "gpt_oss"}),
+        ("no model_type given with format 'gpt_oss'", ValueError, {"format": "gpt_oss", "config": {"hidden_act": "silu"}}),
+        ("scale_rule='ceil' given, with activation_quant='mxfp4'; expected 'even'", ValueError,
+         {"format": "compressed_tensors", "scale_rule": "ceil", "layers": {0: small(activation_quant="mxfp4")}}),
         ("scale_rule='rceil' given; expected one of even, floor, ceil", ValueError, {"scale_rule": "rceil"}),
         ("a router with correction_bias given; expected none", ValueError,
          {"family": "gpt_oss", "routers": {0: checkpoint.Router(np.zeros((2, 32)), None, np.zeros(2))}}),
@@ -227,7 +231,7 @@ def test_an_existing_folder_is_not_replaced_unasked(tmp_path):
     with pytest.raises(FileExistsError, match="is not an empty folder; expected a new place"):
         write.save(tmp_path / "old", {0: small(3)}, format="quark")
     same(checkpoint.load(tmp_path / "old", layer=0), before)
-    write.save(tmp_path / "old", {0: small(3, biases=True)}, format="gpt_oss", overwrite=True)
+    write.save(tmp_path / "old", {0: small(3, biases=True)}, format="gpt_oss", family="gpt_oss", overwrite=True)
     assert checkpoint.load(tmp_path / "old", layer=0).num_experts == 3
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
@@ -304,7 +308,7 @@ def test_memory_is_that_of_one_expert(format, tmp_path):
     one = weights.gate_up.nbytes // 48
     tracemalloc.start()
     try:
-        write.save(tmp_path / "new", {0: weights}, format=format)
+        write.save(tmp_path / "new", {0: weights}, format=format, family=next(iter(write.FORMATS[format])))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -1,5 +1,7 @@
 """Converted checkpoints: the same experts by `load`, everything else byte by byte, a configuration that says so; and the command."""
 
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -31,7 +33,7 @@ WHOLE = {
     "quark_kimi": ("compressed_tensors",),
     "quark_kimi_multimodal": ("quark", "compressed_tensors"),
     "quark_gpt_oss_weights_only": ("gpt_oss", "quark"),
-    "compressed_tensors": ("gpt_oss", "quark", "compressed_tensors"),
+    "compressed_tensors": ("quark", "compressed_tensors"),
     "compressed_tensors_kimi": ("quark",),
     "mixtral": ("quark", "compressed_tensors"),
     "qwen3": ("quark",),
@@ -149,6 +151,31 @@ def test_some_layers_of_a_model(name, tmp_path):
     assert checkpoint.describe(new).activation == checkpoint.describe(truth.path).activation
 
 
+ROUTING = ("model_type", "layers", "notes", "scale_rule", "guessed")
+
+
+@pytest.mark.parametrize("to", ["quark", "compressed_tensors"])
+@pytest.mark.parametrize("architecture", ["gpt-oss", "deepseek2", "llama4", "qwen2moe", "mystery"])
+def test_what_a_gguf_file_says_of_routing_is_kept(architecture, to, tmp_path):
+    metadata = {
+        "expert_group_count": 3,
+        "expert_group_used_count": 2,
+        "expert_weights_scale": 2.5,
+        "expert_gating_func": 2,
+    }
+    truth = synthetic.gguf(
+        tmp_path / "source", architecture=architecture, metadata=metadata if architecture == "deepseek2" else {}
+    )
+    done = convert(truth.path, tmp_path / "new", to=to, layers=[0])
+    before, after = (dataclasses.asdict(checkpoint.describe(path)) for path in (truth.path, tmp_path / "new"))
+    assert done.notes == before["notes"]
+    assert before["guessed"] == after["guessed"] == (("scoring", "renormalize") if architecture == "mystery" else ())
+    assert {k: v for k, v in before.items() if k not in ROUTING} == {k: v for k, v in after.items() if k not in ROUTING}
+    if architecture == "deepseek2":
+        assert (after["routed_scaling_factor"], after["num_groups"], after["topk_groups"]) == (2.5, 3, 2)
+        assert (after["scoring"], after["renormalize"]) == ("sigmoid", False)
+
+
 def test_the_scale_rule_is_used_and_recorded(tmp_path):
     truth = synthetic.FORMATS["qwen3"](tmp_path / "source")
     convert(truth.path, tmp_path / "new", to="quark", scale_rule="ceil")
@@ -204,6 +231,7 @@ def with_more(name, tensor):
 quantized_attention = with_more("model.layers.0.self_attn.o_proj.weight", synthetic.Tensor.of("U8", np.zeros((4, 16))))
 odd_expert = with_more("model.layers.0.mlp.experts.0.gate_proj.zero_point", synthetic.Tensor.of("F32", np.zeros(3)))
 qwen3 = synthetic.FORMATS["quark_qwen3"]
+gpt_oss_for_mxfp4 = functools.partial(synthetic.quark_gpt_oss, inputs="mxfp4")
 
 # The source, options of convert, and what the error says. Destinations are relative to the folder that holds the source.
 REFUSED = {
@@ -212,7 +240,22 @@ REFUSED = {
         {"to": "gpt_oss", "weights_only": True},
         "shared experts given; expected none in format 'gpt_oss'",
     ),
-    "activations": (qwen3, {"to": "gpt_oss"}, "activation_quant='mxfp4' given; expected None"),
+    "activations": (gpt_oss_for_mxfp4, {"to": "gpt_oss"}, "activation_quant='mxfp4' given; expected None"),
+    "activation_of_another_model": (
+        qwen3,
+        {"to": "gpt_oss", "weights_only": True},
+        "activation='silu' and scoring='softmax'; expected 'swiglu_oai' and 'softmax_after_topk' in format 'gpt_oss'",
+    ),
+    "activation_of_another_gguf": (
+        functools.partial(synthetic.gguf, architecture="qwen3moe"),
+        {"to": "gpt_oss", "layers": [0]},
+        "activation='silu' and scoring='softmax'; expected 'swiglu_oai'",
+    ),
+    "rule_of_activations": (
+        functools.partial(synthetic.quark, style="qwen3", scale_rule="ceil"),
+        {"to": "compressed_tensors"},
+        "scale_rule='ceil' given, with activation_quant='mxfp4'; expected 'even' in format 'compressed_tensors'",
+    ),
     "rule_without_use": (
         synthetic.gpt_oss,
         {"scale_rule": "even"},
