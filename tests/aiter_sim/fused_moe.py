@@ -204,11 +204,11 @@ def _add_flydsl_wrappers(sim, module):
             numerics.poisoned((tokens, a["topk"], inter_dim), torch.bfloat16) if fused or a["out"] is None else a["out"]
         )
         rows = stages.Fp4Rows(a["hidden_states"], a["a1_scale"], w.k)
-        stages.stage1(rows, w, walk(a, found["tile_m"], found["tile_m"], tokens), out, a["topk"])
+        stages.stage1(rows, w, walk(a, found["tile_m"], max(32, found["tile_m"]), tokens), out, a["topk"])
         if not fused:
             return out
         codes, scales = numerics.quantize(
-            numerics.floats(out).reshape(-1, inter_dim), profile.hip_scale_rule, "nearest_even"
+            numerics.floats(out).reshape(-1, inter_dim), profile.flydsl_scale_rule, "nearest_even"
         )
         return torch.from_numpy(codes), sorting.sort_scales(
             torch.from_numpy(scales), a["sorted_token_ids"], a["num_valid_ids"], tokens, a["topk"]

@@ -52,6 +52,7 @@ class Profile:
     flydsl_has_sort_block_m: bool = False
     flydsl_zeroes_out: bool = False
     flydsl_stage2_returns_out: bool = True
+    flydsl_scale_rule: str = "even"  # of a stage 1 that quantizes
     flydsl_stage1_extra: str = ""
     flydsl_stage2_extra: str = ""
     # quantize and sort
@@ -183,6 +184,7 @@ V14 = replace(
     cktile_layout="auto",
     cktile_reuses_out=True,
     flydsl_version="0.1.7",
+    flydsl_scale_rule="half_up",
     flydsl_stage1_extra="out_scale=None, out_scale_sorted=None, bias1=None, topk_ids=None, swiglu_limit=0.0",
     opus_has_workspace=True,
     fused_moe_extra='splitk=0, swiglu_limit=0.0, gate_mode="separated"',

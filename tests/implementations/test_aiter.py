@@ -23,6 +23,7 @@ from jax_mxfp4_moe.tuning import table
 
 torch = pytest.importorskip("torch")
 import aiter_sim
+from aiter_sim import config
 
 AITER = IMPLEMENTATIONS["aiter"]
 TRITON = {"scale_rule": "even", "rounding": "half_away"}
@@ -166,6 +167,26 @@ def test_aiter_flydsl_stage_2(profile, second):
     with installed(profile, flydsl=True) as sim:
         check(config=row(32, None, second), **TRITON)
         assert any(name.startswith("flydsl_moe2") for name in sim.calls)
+
+
+@pytest.mark.parametrize(
+    ("block_m", "first", "second", "told"),
+    [
+        (64, "t32x64x256_w3", "t64x128x256_atomic", "tiles of 32 rows and expects rows sorted by 32, found block_m 64"),
+        (16, "t16x64x256", "t16x128x256_atomic", "needs 32 or more"),
+    ],
+)
+def test_aiter_flydsl_stage_1_whose_tiles_are_no_blocks_is_replaced(block_m, first, second, told, monkeypatch):
+    """Stage 1 steps by its own tile, 32 rows at least: on other blocks it multiplies by the weights of another expert."""
+    first, second = f"flydsl_moe1_afp4_wfp4_bf16_{first}", f"flydsl_moe2_afp4_wfp4_bf16_{second}"
+    asked = tables.Row(64, 256, 256, 6, 3, block_m, 0, first, second, table="own.csv line 2")
+    monkeypatch.setattr(tables, "user_rows", lambda: (asked,))
+    with installed("v0.1.13", flydsl=True) as sim:
+        registry = sim.module("aiter.ops.flydsl.moe_kernels")._KERNEL_PARAMS
+        registry.setdefault(first, {**registry["flydsl_moe1_afp4_wfp4_bf16_t32x64x256"], "tile_m": block_m})
+        with pytest.warns(tables.RowReplacedWarning, match=told):
+            check(**TRITON)
+        assert any(name.startswith("flydsl_moe1") for name in sim.calls)
 
 
 PRESET_ROW = tables.Row(64, 256, 256, 6, 3, 16, 2, "", "", dispatch_policy=2, table="aiter.seed_dispatch.csv line 2")
@@ -321,6 +342,77 @@ def test_aiter_own_fused_moe_is_refused_with_another_rule():
         call(odd_case(), prepared(), config="vendor", **TRITON)
 
 
+def test_aiter_own_fused_moe_is_refused_in_a_mapping_too():
+    """A mapping goes by no preset and no table."""
+    with (
+        installed("v0.1.16"),
+        pytest.raises(ValueError, match=r"'pipeline': 'vendor'.*by scale_rule='rceil'.*pass its own"),
+    ):
+        call(odd_case(), prepared(), config={"pipeline": "vendor"}, **TRITON)
+
+
+def test_aiter_own_fused_moe_is_refused_where_activations_are_to_stay_as_they_are():
+    with (
+        installed("v0.1.16"),
+        pytest.raises(
+            ValueError, match=r"quantizes activations, and activation_quant=None .*: pass activation_quant='mxfp4'"
+        ),
+    ):
+        call(odd_case(), prepared(), activation_quant=None, config="vendor", **RCEIL)
+
+
+def test_aiter_own_fused_moe_is_refused_where_its_rule_cannot_be_told(monkeypatch):
+    with installed("v0.1.16"):
+        unknown = dataclasses.replace(release.load(), hip_scale_rule=None)
+        monkeypatch.setattr(release, "load", lambda: unknown)
+        with pytest.raises(ValueError, match=r"by a rule that could not be told.*leave config unset"):
+            call(odd_case(), prepared(), config="vendor", **TRITON)
+
+
+@pytest.mark.parametrize(
+    ("profile", "suffix", "rule"),
+    [("v0.1.12.post2", "fq", HALF_UP), ("v0.1.13", "fp4", HALF_UP), ("v0.1.17", "fp4", RCEIL)],
+)
+def test_aiter_own_rows_that_quantize_inside_stage_1_run_without(profile, suffix, rule, monkeypatch):
+    """FlyDSL's rule is none of the quantizers': with what aiter's own row says, `fused_moe` would give other numbers."""
+    first = f"flydsl_moe1_afp4_wfp4_bf16_t32x64x256_{suffix}"
+    own = config.row(64, 256, 256, 6, 3, block_m=32, kernelName1=first, kernelName2=names.ck_name_for(2, 32), us=1.0)
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+    with installed(profile, flydsl=True) as sim:
+        check(**rule)
+        assert "fused_moe" not in sim.calls
+        assert first.removesuffix(f"_{suffix}") in sim.calls
+        with pytest.raises(
+            ValueError, match=r"quantizes inside stage 1 by FlyDSL's own rule, and scale_rule=.* leave config unset"
+        ):
+            call(odd_case(), prepared(), config="vendor", **rule)
+
+
+def test_aiter_runs_other_kernels_where_its_fused_moe_is_refused(monkeypatch):
+    """aiter's own row is one that only its `fused_moe` can run; where what it resolves must not run, neither may the row."""
+    first, second = "flydsl_moe1_afp4_wfp4_bf16_t32x64x256", names.ck_name_for(2, 32)
+    own = config.row(64, 256, 256, 6, 3, block_m=32, kernelName1=f"{first}_gui", kernelName2=second, us=1.0)
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+    problem = odd_case().problem(activation_quant="mxfp4", **RCEIL)
+    with installed("v0.1.17", flydsl=True):
+        assert AITER.configs(problem, "cpu")[0]["pipeline"] == "vendor"
+        monkeypatch.setattr(kernels, "rounds_by_own_rule", lambda metadata: True)
+        chosen = AITER.configs(problem, "cpu")[0]
+        assert (chosen["pipeline"], chosen["kernel_name1"], chosen["block_m"]) == ("two_stage", first, 32)
+
+
+def test_aiters_own_choice_is_asked_again_when_its_settings_change(monkeypatch):
+    """With the same block_m, other kernels are another plan."""
+    with installed("v0.1.17", flydsl=True) as sim:
+        for force, flydsl in (("1", True), ("0", False)):
+            monkeypatch.setenv("AITER_FLYDSL_FORCE", force)
+            sim.module("aiter.fused_moe").get_2stage_cfgs.cache_clear()
+            jax.clear_caches()
+            sim.calls.clear()
+            check(config="own_choice", **TRITON)
+            assert any(name.startswith("flydsl") for name in sim.calls) == flydsl
+
+
 def test_aiter_own_fused_moe_needs_an_expert_for_every_slot():
     case = random_case(tokens=3, experts=2, top_k=3, hidden=64, intermediate=32, dtype="bfloat16")
     with installed("v0.1.16"):
@@ -364,8 +456,8 @@ FULL = release.Release(flydsl=True, flydsl_stages=(1, 2), flydsl_sort_block_m=Tr
     ("fields", "told"),
     [
         ({"run_1stage": True}, "a one-stage kernel"),
-        ({"fuse_quant": "fp4"}, "quantization inside stage 1"),
-        ({"fuse_fp4_quant": True}, "quantization inside stage 1"),
+        ({"fuse_quant": "fp4"}, "quantization inside stage 1, by FlyDSL's own rule: leave config unset"),
+        ({"fuse_fp4_quant": True}, "quantization inside stage 1, by FlyDSL's own rule: leave config unset"),
         ({"output_aux": True}, "the auxiliary sort"),
         ({"prequant": False}, "the auxiliary sort"),
         ({"skip_inter_quant": True}, "a bfloat16 second stage"),
@@ -377,6 +469,9 @@ FULL = release.Release(flydsl=True, flydsl_stages=(1, 2), flydsl_sort_block_m=Tr
         ({"stage1": ("ck_moe_stage1", float("nan"))}, "names no kernel for stage 1"),
         ({"stage1": ("_flydsl_stage1_wrapper", "flydsl_moe1_afp4_wfp4_bf16_t32x64x256_gui")}, "gate and up rows in turn"),
         ({"stage1": ("_flydsl_stage1_wrapper", "flydsl_moe1_afp8_wfp4_bf16_t32x64x256")}, "fp8 by fp4"),
+        ({"stage1": ("_flydsl_stage1_wrapper", "flydsl_moe1_afp4_wfp4_bf16_t16x64x256"), "block_m": 16}, "needs 32 or more"),
+        ({"stage1": ("_flydsl_stage1_wrapper", "flydsl_moe1_afp4_wfp4_bf16_t32x64x256_sbm64"), "block_m": 64}, "sorted by 32"),
+        ({"fuse_quant": "fp4", "output_aux": True}, "the auxiliary sort"),
         ({"stage2": ("_flydsl_stage2_wrapper", "flydsl_moe1_afp4_wfp4_bf16_t32x64x256")}, "kernel of stage 1"),
         ({"stage2": ("_flydsl_stage2_wrapper", "flydsl_moe2_afp4_wfp4_bf16_t16x128x128_atomic")}, "sorted by 16"),
         ({"stage2": ("_flydsl_stage2_wrapper", "flydsl_moe2_layout_afp4_wfp4_bf16_t32x128x256_atomic")}, "protocol of its own"),

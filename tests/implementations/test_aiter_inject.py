@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import dataclasses
-import importlib
 import os
 import pathlib
 import warnings
@@ -12,6 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 import aiter_sim
+from aiter_sim import config as sim_config
 
 from jax_mxfp4_moe import workloads
 from jax_mxfp4_moe.implementations.aiter import inject, names, release, tables
@@ -130,18 +130,64 @@ def test_aiter_has_its_own_row_again_after_reading_our_file(profile, flydsl):
 # --- the file --------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_for_aiter_holds_its_own_rows_and_ours(cache):
-    with installed("v0.1.19", True) as (_, found):
+@pytest.mark.parametrize(("profile", "flydsl"), [("v0.1.9", False), ("v0.1.19", True)])
+def test_the_file_for_aiter_holds_its_own_rows_and_our_defaults(profile, flydsl, cache):
+    """v0.1.9 has no rows for the tuned shapes, v0.1.19 has; neither gets the one that is asked for."""
+    with installed(profile, flydsl) as (_, found):
+        own = {(r.token, r.expert): r for r in tables.own_rows()}
         inject.resolve(E257, config("argument"), found)
         path = pathlib.Path(os.environ[tables.CONFIG_VARIABLE])
         assert files(cache) == [path.name]
         assert path.name.startswith("jax_mxfp4_moe-")
-        rows = {(r["token"], r["expert"]): r for r in csv.DictReader(path.open(newline=""))}
-        assert rows["128", "257"]["kernelName1"] == PLAIN["kernel_name1"]
-        assert rows["16", "257"]["kernelName2"].endswith("t32x128x256_reduce")
-        assert rows["512", "257"]["us"].startswith("161.5")
+        rows = {(r.token, r.expert): r for r in tables.read(path)}
+        assert rows.keys() == {(16, 257), (128, 257), (512, 257)}
+        assert PLAIN["kernel_name1"] not in {r.kernel_name1 for r in rows.values()}
+        if own:
+            names_of = {key: (r.kernel_name1, r.kernel_name2, r.us) for key, r in own.items()}
+            assert {key: (r.kernel_name1, r.kernel_name2, r.us) for key, r in rows.items()} == names_of
+        else:
+            assert all(tables.verdict(r, found) is None for r in rows.values())
+            assert own_answer(E257, found)[1][1] == rows[128, 257].kernel_name1
         inject.resolve(SMALL, config("argument"), found)
-        assert files(cache) == [path.name]  # the table is read: later rows go into memory
+        assert files(cache) == [path.name]
+
+
+def test_a_child_process_does_not_inherit_the_row_that_was_asked_for():
+    """It inherits the variable, and its fused_moe resolves what it would without us."""
+    split = {**PLAIN, "block_m": 16, "ksplit": 2, "kernel_name1": "", "kernel_name2": ""}
+    problem = dataclasses.replace(TUNED["r257i256_m16"], activation_quant=None)
+    with installed("v0.1.14") as (_, found):
+        expected = own_answer(TUNED["r257i256_m16"], found)
+    with installed("v0.1.14") as (_, found):
+        assert inject.resolve(problem, Config.of(split, "argument"), found).ksplit == 2
+        inherited = os.environ[tables.CONFIG_VARIABLE]
+    with aiter_sim.installed("v0.1.14"):
+        os.environ[tables.CONFIG_VARIABLE] = inherited
+        child = release.load()
+        assert own_answer(TUNED["r257i256_m16"], child) == expected
+
+
+def test_aiters_own_rows_come_back_whole(monkeypatch):
+    """With every field they had; the entry of another activation, by which newer releases look too, stays as well."""
+    fields = {"kernelName1": PLAIN["kernel_name1"], "kernelName2": PLAIN["kernel_name2"], "us": 1.5}
+    one_stage = {"block_m": 128, "run_1stage": 1, "xbf16": 1, "flat": 1}
+    other = {"block_m": 32, "act_type": "ActivationType.Swiglu"}
+    own = [
+        sim_config.row(128, 7168, 256, 257, 9, **fields, **one_stage),
+        sim_config.row(64, 512, 256, 32, 4, **fields, **other),
+    ]
+    monkeypatch.setattr(sim_config, "COLUMNS", (*sim_config.COLUMNS, "xbf16", "flat"))
+    monkeypatch.setattr(sim_config, "vendor_rows", lambda profile: own)
+    with installed("v0.1.17") as (sim, found):
+        for problem in (E257, SMALL):
+            assert resolved(inject.resolve(problem, config("argument"), found))[0] == 64
+        primary, ignoring = sim.module("aiter.fused_moe").cfg_2stages
+        _, (_, text_key), (_, any_key) = inject._places(tables.blank(E257), found)
+        for entry in (primary[text_key], ignoring[any_key]):
+            assert {name: entry[name] for name in one_stage} == one_stage
+        _, (_, text_key), (_, any_key) = inject._places(tables.blank(SMALL), found)
+        assert text_key not in primary
+        assert ignoring[any_key]["block_m"] == 32
 
 
 def test_two_processes_write_the_same_file_for_aiter(cache):
@@ -338,18 +384,3 @@ def test_differences_to_an_aiter_row_are_in_words():
         assert told == f"block_m 64 for 32, stage 2 {PLAIN['kernel_name2']} for {FLYDSL_T16}"
         told = inject.difference(dataclasses.replace(row, ksplit=2), metadata)
         assert told == "ksplit 0 for 2, stage 1 ck_moe_stage1 for cktile_moe_stage1"
-
-
-def test_the_tuned_programs_kernel_is_registered_where_it_is_honoured():
-    asked = config("argument", block_m=32, kernel_name1=names.ck_name_for(1, 32), kernel_name2=f"{FLYDSL_T16}_sbm32")
-    with installed("v0.1.17", True) as (_, found):
-        registry = release.flydsl_registry()
-        twin = FLYDSL_T16.replace("_atomic", "_reduce")
-        assert registry.setdefault(twin, {**registry[FLYDSL_T16], "mode": "reduce"})["mode"] == "reduce"
-        expected = registry.pop(FLYDSL_T16)
-        assert resolved(inject.resolve(SMALL, asked, found))[2][1] == f"{FLYDSL_T16}_sbm32"
-        assert registry[FLYDSL_T16] == expected
-    with installed("v0.1.12", True) as (_, found):
-        with pytest.raises(ValueError, match="would skip its products with tile_k 128"):
-            inject.resolve(SMALL, asked, found)
-        assert FLYDSL_T16 not in importlib.import_module("aiter.ops.flydsl.moe_kernels")._KERNEL_PARAMS

@@ -190,6 +190,15 @@ def test_aiter_unnamed_experts_count_nothing():
     np.testing.assert_array_equal(weights[4], [0, 0, 0])
 
 
+def test_aiter_unnamed_experts_are_sought_among_as_many_as_there_are_slots():
+    """Not among all: no array of [tokens, experts], and no sorting of one, in every call."""
+    ids = jnp.asarray(IDS)
+    traced = jax.make_jaxpr(slots.to_unnamed_experts, static_argnums=2)(jnp.ones(ids.shape), ids, 61)
+    text = str(traced)
+    assert ",3]" in text
+    assert ",61]" not in text
+
+
 def test_aiter_unnamed_experts_with_as_many_slots_as_experts():
     ids = jnp.array([[2, 2, 2]], jnp.int32)
     assert sorted(np.asarray(jitted(slots.to_unnamed_experts)(jnp.ones((1, 3)), ids, 3)[1])[0]) == [0, 1, 2]

@@ -226,6 +226,8 @@ F11, F12, F16, F17 = map(with_flydsl, (V11, V12, V16, V17))
         (row(k2=FLY2("16x128x256_atomic")), F12, "expects rows sorted by 16, found block_m 32"),
         (row(k2=FLY2("32x128x256_atomic_sbm64")), F12, "expects rows sorted by 64, found block_m 32"),
         (row(k1=FLY1("64x64x256_w3")), F12, "has tiles of 64 rows"),
+        (row(64, FLY1("32x64x256_w3_sbm64"), CK2("256x64x128x128_1x4")), F12, "has tiles of 32 rows and expects rows sorted by 32"),
+        (row(16, FLY1("16x64x256_w3"), FLY2("16x128x256_atomic")), F12, "t16x64x256_w3 has tiles of 16 rows, .* needs 32 or more"),
         (row(k2=f"{FLYDSL_T16}_sbm32"), F12, "would skip its products with tile_k 128"),
         (row(k2=FLYDSL_T16), F16, "expects rows sorted by 16, found block_m 32"),
         # FlyDSL: other forms.
@@ -242,7 +244,7 @@ F11, F12, F16, F17 = map(with_flydsl, (V11, V12, V16, V17))
         (row(16, "", "", ksplit=2, token=16), V13P1, "ksplit=2: this aiter takes .* alternating groups of 16 gate and 16 up rows"),
         (row(32, "", "", ksplit=2, token=16), V11, "block_m=32: with ksplit > 1 aiter sorts 16 tokens by 16"),
         (row(16, FLY1("32x64x256"), "", ksplit=2, token=16), F16, "aiter would run those, and not split K"),
-        (row(8, FLY1("8x64x256"), FLY2("8x64x256_atomic")), F16, "block_m=8 is none of aiter's block sizes: 16, 32, 64, 128"),
+        (row(256, FLY1("256x64x256"), FLY2("256x64x256_atomic")), F16, "block_m=256 is none of aiter's block sizes: 16, 32, 64, 128"),
     ],
 )  # fmt: skip
 def test_aiter_refuses_rows_that_would_be_wrong(asked, installed, told):
@@ -314,6 +316,8 @@ def test_aiter_seed_rows_are_right_after_replacement(preset, installed):
         ((32, CK1("256x128x128x128_1x4"), FLYDSL_T16), F12, 32, CK1("256x32x128x128_1x4"), FLY2("16x128x256_atomic_sbm32")),
         ((32, CK1("256x128x128x128_1x4"), FLYDSL_T16), F16, 32, CK1("256x32x128x128_1x4"), f"{FLYDSL_T16}_sbm32"),
         ((32, FLY1("32x64x256_w3_fp4"), FLY2("32x128x256_atomic")), F16, 32, FLY1("32x64x256_w3"), FLY2("32x128x256_atomic")),
+        ((64, FLY1("32x64x256_w3"), FLY2("64x128x256_atomic")), F12, 64, FLY1("64x64x256_w3"), FLY2("64x128x256_atomic")),
+        ((16, FLY1("16x64x256_w3"), FLY2("16x128x256_atomic")), F12, 32, FLY1("32x64x256_w3"), FLY2("16x128x256_atomic_sbm32")),
         ((32, FLY1("32x64x256_w3"), CK2("64x32x32x128_1x1")), V12, 32, CK1("256x32x128x128_1x4"), CK2("64x32x32x128_1x1")),
         ((16, CK1("256x32x128x128_1x4"), CK2("256x32x128x128_1x4")), V11, 32, CK1("256x32x128x128_1x4"), CK2("256x32x128x128_1x4")),
     ],
@@ -323,6 +327,15 @@ def test_the_nearest_aiter_row_keeps_what_it_can(asked, installed, block_m, k1, 
     assert (runs.block_m, runs.kernel_name1, runs.kernel_name2) == (block_m, k1, k2)
     assert runs.replaces
     assert "in the place of a row that is refused: " in runs.config().source
+
+
+def test_only_a_stage_2_of_aiter_is_told_what_rows_are_sorted_by():
+    """Stage 1 takes the suffix for nothing, and steps by its own tile."""
+    first = names.alternatives(1, FLY1("32x64x256_w3"), 64, F12)
+    second = names.alternatives(2, FLY2("32x128x256_atomic"), 64, F12)
+    assert FLY1("64x64x256_w3") in first
+    assert not any("_sbm" in name for name in first)
+    assert FLY2("32x128x256_atomic_sbm64") in second
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -404,6 +417,9 @@ def test_aiter_vendor_and_own_choice_have_every_shape():
 )  # fmt: skip
 def test_aiters_own_rule_of_rounding(installed, token, rule):
     assert tables.vendor_rule(installed, token) == rule
+    assert tables.vendor_rule(installed, token, FLY1("32x64x256_w3")) == rule
+    assert tables.vendor_rule(installed, token, FLY1("32x64x256_w3_fp4")) is None  # by a rule of the kernel's own
+    assert tables.vendor_rule(installed, token, FLY1("32x64x256_fq")) is None
 
 
 def test_the_layer_goes_to_aiter_only_with_the_rule_that_was_asked_for():
@@ -442,17 +458,33 @@ def test_a_native_figure_counts_only_where_aiters_own_table_names_those_kernels(
     assert select(of_shape(), installed).us == 65.4857  # another rule
 
 
+def test_an_aiter_figure_of_the_layer_counts_only_where_its_rule_is_known(monkeypatch):
+    """The shipped row names no kernels; aiter's own row for the shape may name one that rounds by a rule of its own."""
+    problem = dataclasses.replace(of_shape("r33i512_m128"), scale_rule="rceil", rounding="nearest_even")
+    blank = dataclasses.replace(tables.blank(problem, 128), block_m=32, kernel_name2=FLY2("32x128x256_atomic"))
+    for first, pipeline in ((FLY1("32x64x256_w3_fp4"), "two_stage"), (FLY1("32x64x256_w3"), "vendor")):
+        own = dataclasses.replace(blank, kernel_name1=first)
+        monkeypatch.setattr(tables, "own_rows", lambda own=own: (own,))
+        assert select(problem, F17).pipeline == pipeline
+
+
 def test_aiters_own_row_that_only_fused_moe_can_run(monkeypatch):
     problem = MoeProblem(64, 8, 32, 4096, 512, activation_quant="mxfp4", scale_rule="rceil", rounding="nearest_even")
     blank = dataclasses.replace(tables.blank(problem, 64), block_m=32, kernel_name2=FLY2("32x128x256_atomic"))
-    monkeypatch.setattr(
-        tables, "own_rows", lambda: (dataclasses.replace(blank, kernel_name1=FLY1("32x64x256_w3_fp4")),)
-    )
-    assert select(problem, F17).pipeline == "vendor"
-    runs = select(dataclasses.replace(problem, scale_rule="even", rounding="half_away"), F17)
-    assert (runs.pipeline, runs.kernel_name1) == ("two_stage", FLY1("32x64x256_w3"))
-    monkeypatch.setattr(tables, "own_rows", lambda: (dataclasses.replace(blank, kernel_name1=FLY1("32x64x256_w3")),))
-    assert select(problem, F17) is None  # aiter's own choice is as good
+
+    def chosen(first, asked=problem):
+        monkeypatch.setattr(tables, "own_rows", lambda: (dataclasses.replace(blank, kernel_name1=first),))
+        return select(asked, F17)
+
+    assert chosen(FLY1("32x64x256_w3_gui")).pipeline == "vendor"
+    by_another_rule = dataclasses.replace(problem, scale_rule="even", rounding="half_away")
+    for first, asked in (
+        ("32x64x256_w3_gui", by_another_rule),
+        ("32x64x256_w3_fp4", problem),
+    ):  # the latter has none known
+        runs = chosen(FLY1(first), asked)
+        assert (runs.pipeline, runs.kernel_name1) == ("two_stage", FLY1("32x64x256_w3"))
+    assert chosen(FLY1("32x64x256_w3")) is None  # aiter's own choice is as good
 
 
 @pytest.mark.parametrize("way", ["folder", "variable"])

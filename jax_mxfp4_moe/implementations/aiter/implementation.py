@@ -82,7 +82,13 @@ class AiterImplementation(Implementation):
         """The best row of the tables that the installed aiter can run, or aiter's own choice where they have none for the shape."""
         found = release.load()
         row = tables.select(problem, found)
-        if row is None or (row.pipeline == tables.VENDOR and _vendor_refusal(problem, row.config(), found) is not None):
+        if (
+            row is not None
+            and row.pipeline == tables.VENDOR
+            and _vendor_refusal(problem, row.config(), found) is not None
+        ):
+            row = tables.select(problem, found, vendor=False)
+        if row is None:
             row = tables.select(problem, found, tables.OWN_CHOICE)
             assert row is not None
             row = dataclasses.replace(row, source="no row for the shape")
@@ -93,10 +99,8 @@ class AiterImplementation(Implementation):
         found = release.load()
         row = tables.select(problem, found, name)
         assert row is not None, name
-        if row.pipeline == tables.VENDOR and (reason := _vendor_refusal(problem, row.config(), found)) is not None:
-            raise ValueError(
-                f"mxfp4_moe: config={name!r} given with aiter {found.version}, for {problem}: its fused_moe {reason}."
-            )
+        if row.pipeline == tables.VENDOR:
+            _check_vendor(name, problem, row.config(), found)
         return _named(row, found)
 
     def run(
@@ -116,6 +120,8 @@ class AiterImplementation(Implementation):
         x = jnp.pad(x, ((0, 0), (0, hidden - problem.hidden)))
         stacks = (weights.gate_up.codes, weights.gate_up.scales, weights.down.codes, weights.down.scales)
         vendor = config["pipeline"] == tables.VENDOR
+        if vendor:  # whoever chose it: a preset and the tables were asked before, a mapping was not
+            _check_vendor(dict(config.items), problem, config, found)
         route = slots.to_unnamed_experts if vendor else slots.to_masked_experts
         topk_weights, topk_ids, extra = route(topk_weights, topk_ids, problem.experts)
         leaves = (x, *stacks, topk_weights, topk_ids, *(() if vendor else (extra,)))
@@ -134,7 +140,7 @@ class AiterImplementation(Implementation):
             facts = calls.Facts(problem, found, _resolve(problem, config, found), config["dispatch_policy"])
             buffer_slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers.values()))
             run = functools.partial(calls.run, facts, buffer_slots, pipeline)
-            two_stage = plan(key=(*key, facts.block_m), run=run, workspace_bytes=workspace_bytes)
+            two_stage = plan(key=(*key, kernels.identity(facts.metadata)), run=run, workspace_bytes=workspace_bytes)
             y = torch_call.call(two_stage, *leaves, bridge=bridge)[0]
         return y[:, : problem.hidden]
 
@@ -208,20 +214,33 @@ def _vendor_refusal(problem: MoeProblem, config: Config, found: Release) -> str 
     """Why aiter's own `fused_moe` must not run `problem`, as a clause that ends in the remedy."""
     if problem.experts < problem.top_k:
         return f"takes no skipped slot, and {problem.experts} experts for {problem.top_k} slots a token leave some: leave config unset"
-    if kernels.splits_k(inject.resolve(problem, config, found)):
+    metadata = inject.resolve(problem, config, found)
+    if kernels.splits_k(metadata):
         if found.split_k == "halves":
             return None
         return (
             "would run its kernels for split K, which pair gate and up columns in another order than these weights: set AITER_KSPLIT=-1, "
             "or leave config unset"
         )
+    if problem.activation_quant is None:
+        return "quantizes activations, and activation_quant=None was asked for: pass activation_quant='mxfp4', or leave config unset"
+    asked = f"scale_rule={problem.scale_rule!r}, rounding={problem.rounding!r} were asked for"
+    if kernels.rounds_by_own_rule(metadata):
+        return f"quantizes inside stage 1 by FlyDSL's own rule, and {asked}: leave config unset"
     rule = tables.vendor_rule(found, problem.tokens)
-    if rule is None or (problem.scale_rule, problem.rounding) == rule:
+    if rule is None:
+        return f"quantizes activations by a rule that could not be told, and {asked}: leave config unset"
+    if (problem.scale_rule, problem.rounding) == rule:
         return None
-    return (
-        f"quantizes activations by scale_rule={rule[0]!r}, rounding={rule[1]!r}, and scale_rule={problem.scale_rule!r}, "
-        f"rounding={problem.rounding!r} were asked for: pass its own, or leave config unset"
-    )
+    return f"quantizes activations by scale_rule={rule[0]!r}, rounding={rule[1]!r}, and {asked}: pass its own, or leave config unset"
+
+
+def _check_vendor(given: object, problem: MoeProblem, config: Config, found: Release) -> None:
+    """Raises ValueError, with the config as it was given, if aiter's own `fused_moe` must not run `problem`."""
+    if (reason := _vendor_refusal(problem, config, found)) is not None:
+        raise ValueError(
+            f"mxfp4_moe: config={given!r} given with aiter {found.version}, for {problem}: its fused_moe {reason}."
+        )
 
 
 def _named(row: tables.Row, found: Release) -> Config:

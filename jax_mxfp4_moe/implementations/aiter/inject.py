@@ -2,11 +2,11 @@
 
 aiter resolves a shape by its own table of tuned rows, which it reads once, from the file that AITER_CONFIG_FMOE names; that one stands in
 the place of all of aiter's own files. So:
-  - where aiter has not read its table yet and the user has not set the variable, one file is written, with aiter's own rows and ours, and
-    the variable names it;
-  - otherwise the row stands in the table in memory. Neither the user's variable nor the user's files are ever changed.
-A row stands in the table only while aiter is asked. Before and after, aiter has its own rows, so that its `fused_moe`, called by us
-or by another program in the process, runs on its own tuning. What stays from us are rows for shapes that it has none for.
+  - where aiter has not read its table yet and the user has not set the variable, one file is written, with aiter's own rows and our
+    defaults for shapes that it has none for, and the variable names it. Child processes inherit it: no other row may stand there;
+  - the row that is asked for stands in the table in memory, and only while aiter is asked.
+Before and after, aiter has its own rows, so that its `fused_moe`, called by us or by another program, runs on its own tuning. Neither the
+user's variable nor the user's files are ever changed.
 
 The answer is compared with the row, since several releases put other kernels in its place.
 """
@@ -31,7 +31,6 @@ from typing import Any
 from jax_mxfp4_moe.implementations.aiter import kernels, names, tables
 from jax_mxfp4_moe.implementations.aiter.release import (
     FLYDSL_FORCE_VARIABLE,
-    FLYDSL_T16,
     Release,
     flydsl_overrides_now,
     flydsl_registry,
@@ -150,18 +149,17 @@ def _resolve(problem: MoeProblem, row: Row, release: Release) -> Any:
     fused_moe = importlib.import_module("aiter.fused_moe")
     if row.pipeline == tables.VENDOR or row.block_m == 0:
         return _ask(fused_moe, problem, release)
-    _register(row, release)
     with _keeping_rows(fused_moe, row, release):
         if fused_moe not in _seen:
             _seen.add(fused_moe)
-            if _may_write(fused_moe) and (written := _write_for(row, release)) is not None:
-                with _in_file(fused_moe, written, row, release):
-                    return _ask(fused_moe, problem, release)
+            if _may_write(fused_moe) and (written := _write_file(release)) is not None:
+                _name_file(fused_moe, written)
         if fused_moe.cfg_2stages is None:
-            with contextlib.suppress(
-                TypeError, AttributeError
-            ):  # of the row that is there now: the table is read by then
+            try:
                 _ask(fused_moe, problem, release)
+            except Exception:
+                if fused_moe.cfg_2stages is None:
+                    raise  # otherwise it is of the row that is there now
         with _in_memory(fused_moe, row, release):
             return _ask(fused_moe, problem, release)
 
@@ -196,14 +194,6 @@ def _keeping_rows(fused_moe: ModuleType, row: Row, release: Release) -> Iterator
         fused_moe.get_2stage_cfgs.cache_clear()  # what was resolved here is for this call alone
 
 
-def _register(row: Row, release: Release) -> None:
-    """Adds the tuned program's FlyDSL kernel to aiter's registry, where it is honoured but not listed."""
-    registry = flydsl_registry()
-    if registry is None or FLYDSL_T16 in registry or not names.is_registrable(row.kernel_name2, release, registry):
-        return
-    registry[FLYDSL_T16] = {**registry[FLYDSL_T16.replace("_atomic", "_reduce")], "mode": "atomic"}
-
-
 # --- the file ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -214,14 +204,16 @@ def _may_write(fused_moe: ModuleType) -> bool:
     return reads_late and fused_moe.cfg_2stages is None and not os.environ.get(CONFIG_VARIABLE)
 
 
-def _write_for(row: Row, release: Release) -> pathlib.Path | None:
-    """Writes aiter's own table with `row` and our rows for shapes that it lacks; None, and a warning, where that cannot be written."""
+def _write_file(release: Release) -> pathlib.Path | None:
+    """Writes aiter's own table with our defaults for shapes that it lacks; None where that is empty or (a warning) cannot be written."""
     own = tables.own_file()
     lines = [fields for _, fields in tables.lines(own)] if own is not None else []
     theirs = {_text_key(fields) for fields in lines}
-    ours = {r.key: r for r in _legal_defaults(release) if _text_key(r.csv()) not in theirs} | {row.key: row}
+    ours = [row for row in _legal_defaults(release) if _text_key(row.csv()) not in theirs]
+    if not lines and not ours:
+        return None
     try:
-        path = write_table(lines, ours.values(), _cu_num())
+        path = write_table(lines, ours, _cu_num())
     except OSError as error:
         warnings.warn(
             f"aiter: no table can be written to {cache_folder()} ({error}); rows go into aiter's table in memory. "
@@ -233,19 +225,11 @@ def _write_for(row: Row, release: Release) -> pathlib.Path | None:
     return path
 
 
-@contextlib.contextmanager
-def _in_file(fused_moe: ModuleType, path: pathlib.Path, row: Row, release: Release) -> Iterator[None]:
-    """aiter reads `path`, in which `row` is; on leaving, aiter's own row for the shape is in its table again."""
+def _name_file(fused_moe: ModuleType, path: pathlib.Path) -> None:
+    """Lets aiter, which has read no table yet, read `path`."""
     os.environ[CONFIG_VARIABLE] = str(path)
     importlib.import_module("aiter.jit.core").AITER_CONFIG.get_config_file.cache_clear()
     fused_moe.get_2stage_cfgs.cache_clear()
-    try:
-        yield
-    finally:
-        if fused_moe.cfg_2stages is not None:
-            own = next((r for r in tables.own_rows() if r.key == row.key and tables.is_read(r, release)), None)
-            entry = None if own is None else _entry(own)
-            _put(fused_moe, dict.fromkeys(_places(row, release), entry), release)
 
 
 def _legal_defaults(release: Release) -> Iterator[Row]:
@@ -259,19 +243,16 @@ def _legal_defaults(release: Release) -> Iterator[Row]:
 
 
 def write_table(own: Iterable[dict[str, str]], rows: Iterable[Row], cu_num: int) -> pathlib.Path:
-    """Writes a table of `rows` and aiter's own rows for other shapes into the user's cache; returns its path.
+    """Writes a table of `own`, lines as aiter has them, and `rows`, for other shapes, into the user's cache; returns its path.
 
-    Ours come first, since some releases keep the first of two rows; tagged rows stay, since most do not read them.
     The name is a digest of the content, so that processes share a file and never change it under each other.
     """
-    ours = [row.csv() | {"cu_num": str(cu_num)} for row in rows]
-    replaced = {_text_key(fields) for fields in ours}
-    kept = [fields for fields in own if fields.get("_tag") or _text_key(fields) not in replaced]
-    columns = list(dict.fromkeys(name for fields in (*ours, *kept) for name in fields))
+    lines = [*(row.csv() | {"cu_num": str(cu_num)} for row in rows), *own]
+    columns = list(dict.fromkeys(name for fields in lines for name in fields))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows([{**dict.fromkeys(_ZERO_COLUMNS & set(columns), "0"), **fields} for fields in (*ours, *kept)])
+    writer.writerows([{**dict.fromkeys(_ZERO_COLUMNS & set(columns), "0"), **fields} for fields in lines])
     content = text.getvalue().encode()
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)

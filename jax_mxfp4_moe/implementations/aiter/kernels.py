@@ -37,7 +37,7 @@ class FlydslKernel(NamedTuple):
       stage, tile_m, tile_n, tile_k: as named.
       types: of activations and weights, for example "fp4", "fp4".
       mode: "atomic" or "reduce"; only stage 2 has one.
-      sort_block_m: the sorting's block_m that the kernel is told of; 0 for tile_m.
+      sort_block_m: the sorting's block_m that the kernel is told of; 0 for tile_m. Only stage 2 reads it.
       options: the words after the tile.
     """
 
@@ -50,11 +50,16 @@ class FlydslKernel(NamedTuple):
     sort_block_m: int
     options: tuple[str, ...]
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether it is a stage 1 that quantizes its own result."""
+        return self.stage == 1 and not {"fq", "fp4", "fp8"}.isdisjoint(self.options)
 
-def ck_tile_rows(name: str) -> int | None:
-    """The rows that a CK kernel's tile has by its name, `..._256x{rows}x128x128_...`; None for any other name."""
+
+def ck_stage_and_rows(name: str) -> tuple[int, int] | None:
+    """The stage of a CK kernel and the rows of its tile by its name, `...gemm{stage}_256x{rows}x128x128_...`; None for any other name."""
     found = _CK_NAME.match(name)
-    return None if found is None else int(found["rows"])
+    return None if found is None else (int(found["stage"]), int(found["rows"]))
 
 
 def flydsl_kernel(name: str, params: dict[str, Any] | None = None) -> FlydslKernel | None:
@@ -93,10 +98,10 @@ def misfit(name: str, stage: int, block_m: int, release: Release, params: dict[s
       release: the aiter in question.
       params: what the kernel is registered with, for FlyDSL kernels.
     """
-    rows = ck_tile_rows(name)
-    if rows is not None and rows != block_m:
-        return f"{name} multiplies {rows} rows by one expert's weights, but rows are sorted into blocks of {block_m}"
-    if "Shuffled" not in name and rows is not None:
+    ck = ck_stage_and_rows(name)
+    if ck is not None and ck[1] != block_m:
+        return f"{name} multiplies {ck[1]} rows by one expert's weights, but rows are sorted into blocks of {block_m}"
+    if ck is not None and "Shuffled" not in name:
         return f"{name} reads weights that are not shuffled"
     kernel = flydsl_kernel(name, params)
     if kernel is None and name.startswith(("flydsl_", "opus_")):
@@ -111,9 +116,12 @@ def misfit(name: str, stage: int, block_m: int, release: Release, params: dict[s
         return f"{name} multiplies {' by '.join(kernel.types)}, expected fp4 by fp4"
     if "gui" in kernel.options:
         return f"{name} reads gate and up rows in turn, and here the gate rows come first"
-    if stage == 1 and {"fq", "fp4", "fp8"} & set(kernel.options):
+    if kernel.quantizes:
         return f"{name} quantizes inside stage 1, which only aiter's own fused_moe can call"
-    sorted_by = kernel.sort_block_m if release.flydsl_sort_block_m and kernel.sort_block_m else kernel.tile_m
+    if stage == 1 and kernel.tile_m < 32:
+        return f"{name} has tiles of {kernel.tile_m} rows, and FlyDSL's stage 1 takes the expert of every 32 rows: it needs 32 or more"
+    is_told = stage == 2 and release.flydsl_sort_block_m and kernel.sort_block_m
+    sorted_by = kernel.sort_block_m if is_told else kernel.tile_m
     if sorted_by != block_m or block_m % kernel.tile_m:
         return (
             f"{name} has tiles of {kernel.tile_m} rows and expects rows sorted by {sorted_by}, found block_m {block_m}"
@@ -131,12 +139,13 @@ def unsupported(metadata: Any, release: Release) -> str | None:
 
     protocols = {
         "a one-stage kernel": flag("run_1stage"),
-        "quantization inside stage 1": flag("fuse_quant") or flag("fuse_fp4_quant"),
         "the auxiliary sort": flag("output_aux") or not flag("prequant", True),
         "a bfloat16 second stage": flag("skip_inter_quant"),
         "flat sorting": flag("flat"),
         "a route bucket": flag("route_bucket"),
     }
+    if rounds_by_own_rule(metadata):
+        return "it chose quantization inside stage 1, by FlyDSL's own rule: leave config unset, or name other kernels"
     for what, present in protocols.items():
         if present:
             return f"it chose {what}, which only its own fused_moe can call: use config='vendor'"
@@ -165,6 +174,22 @@ def unsupported(metadata: Any, release: Release) -> str | None:
 def splits_k(metadata: Any) -> bool:
     """Whether stage 1 takes bfloat16 activations. By the function: rows may be overridden, and ksplit can be negative."""
     return _parts(metadata.stage1)[0].__name__ == SPLIT_K_STAGE1
+
+
+def rounds_by_own_rule(metadata: Any) -> bool:
+    """Whether stage 1 quantizes its result by FlyDSL's own rule, which changed between releases and is not that of the quantizers.
+
+    The native kernels, which go with the auxiliary sort, quantize inside too, but by the rule of the HIP quantizer of their releases.
+    """
+    fused = getattr(metadata, "fuse_quant", "") or getattr(metadata, "fuse_fp4_quant", False)
+    return bool(fused) and not getattr(metadata, "output_aux", False)
+
+
+def identity(metadata: Any) -> tuple[Any, ...]:
+    """What tells two answers of aiter apart, hashable: block_m, ksplit, and for both stages the function and its kernel, as text."""
+    stages = (_parts(stage) for stage in (metadata.stage1, metadata.stage2))
+    names = (f"{function.__name__} {keywords.get('kernelName', '')}" for function, keywords in stages)
+    return (int(metadata.block_m), int(metadata.ksplit), *names)
 
 
 def sums_slots(metadata: Any) -> bool:

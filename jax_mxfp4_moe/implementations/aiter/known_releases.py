@@ -22,7 +22,7 @@ _10 = dataclasses.replace(
     triton_quant="aiter.ops.triton.quant.fused_mxfp4_quant",
     split_k="halves",
 )
-_11 = dataclasses.replace(_10, version="v0.1.11", tag_filter="untagged", flydsl_stages=(2,), opus_sorting=True)
+_11 = dataclasses.replace(_10, version="v0.1.11", tag_filter="untagged", flydsl_stages=(2,))
 _12 = dataclasses.replace(_11, version="v0.1.12", flydsl_stages=(1, 2), flydsl_sort_block_m=True)
 _13 = dataclasses.replace(_12, version="v0.1.12.post2, v0.1.13", hip_quant="fused")
 _13_1 = dataclasses.replace(_13, version="v0.1.13.post1", split_k="interleaved")

@@ -21,7 +21,6 @@ CK_TILES: dict[int, dict[int, tuple[str, ...]]] = {
 PLACEHOLDER = "placeholder"
 """Name for a stage that runs no named kernel (ksplit > 1): aiter reads an empty field of a table as NaN, and fails."""
 
-_CK_STAGE = re.compile(r"moe_ck2stages_gemm([12])_")
 _SORT_BLOCK = re.compile(r"_sbm\d+")
 _NEEDS_OTHERS = re.compile(r"_(?:fq|fp4|fp8|gui)(?=_|$)")
 """Options of a FlyDSL name with which the kernel reads or writes in another form than the two-stage calls do."""
@@ -69,11 +68,11 @@ def problem_with(
         if registry is None or registered_name(name, release) in registry or is_registrable(name, release, registry):
             return None
         return f"{name} is not registered in this aiter"
-    ck = _CK_STAGE.match(name)
+    ck = kernels.ck_stage_and_rows(name)
     if ck is None:
         return f"{name} is neither a CK nor a FlyDSL kernel, and aiter would take it for one in assembly"
-    if int(ck[1]) != stage:
-        return f"{name} is a kernel of stage {ck[1]} and was given for stage {stage}"
+    if ck[0] != stage:
+        return f"{name} is a kernel of stage {ck[0]} and was given for stage {stage}"
     if name not in _CK_NAMES:
         return f"{name} is not among aiter's CK kernels for MXFP4, and aiter would run one of its own choice"
     if stage == 1 and "64x32x32x128" in name and "bias1" in release.trailing:
@@ -99,7 +98,8 @@ def alternatives(stage: int, name: str, block_m: int, release: Release) -> list[
         tile = f"_t{kernel.tile_m}x{kernel.tile_n}x"
         plain = _SORT_BLOCK.sub("", _NEEDS_OTHERS.sub("", name))
         deep = plain.replace(f"{tile}{kernel.tile_k}", f"{tile}256")
-        names += [plain, f"{plain}_sbm{block_m}", deep, f"{deep}_sbm{block_m}"]
+        told = f"_sbm{block_m}"  # only stage 2 reads it
+        names += [plain, plain + told, deep, deep + told] if stage == 2 else [plain, deep]
         names.append(deep.replace(tile, f"_t{block_m}x{kernel.tile_n}x"))
     if block_m in CK_TILES[stage]:
         names.append(ck_name_for(stage, block_m))

@@ -69,7 +69,6 @@ class Release:
       triton_quant: module of the fused Triton quantizer, or None.
       hip_quant: "fused" (one HIP operation quantizes and sorts), "separate" (two operations) or None.
       hip_scale_rule: scale rule of the HIP quantizer and of aiter's weight quantizer; None where it could not be told.
-      opus_sorting: `moe_sorting_opus_fwd` exists; it writes what `moe_sorting_fwd` does.
       split_k: how stage 1 with ksplit > 1 (bfloat16 activations) pairs gate and up columns: "halves" (gate rows first, which is how
         weights are stored here), "choice" (must be told: post_activation_layout="standard"), "interleaved" (wrong for these weights, no
         way to tell it) or None (no such kernel).
@@ -92,7 +91,6 @@ class Release:
     triton_quant: str | None = None
     hip_quant: str | None = None
     hip_scale_rule: str | None = None
-    opus_sorting: bool = False
     split_k: str | None = None
 
     @property
@@ -176,7 +174,6 @@ def detect(aiter: types.ModuleType) -> Release:
         triton_quant=next((name for name in TRITON_QUANT_MODULES if _has_fused_quantizer(name)), None),
         hip_quant=_hip_quant(aiter),
         hip_scale_rule=_hip_scale_rule(aiter),
-        opus_sorting=hasattr(aiter, "moe_sorting_opus_fwd"),
         split_k=_split_k(fused_moe, trailing),
     )
 

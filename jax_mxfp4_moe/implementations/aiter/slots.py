@@ -57,7 +57,8 @@ def to_unnamed_experts(
     """
     top_k = topk_ids.shape[1]
     weights, kept = merge(topk_weights, topk_ids, experts)
-    named = (kept[:, :, None] & (topk_ids[:, :, None] == jnp.arange(experts))).any(axis=1)
+    # Of the first K experts as many are unnamed as slots add nothing: the other slots name at most one each.
+    named = (kept[:, :, None] & (topk_ids[:, :, None] == jnp.arange(top_k))).any(axis=1)
     unnamed = lax.top_k((~named).astype(jnp.float32), top_k)[1].astype(jnp.int32)
     turn = jnp.cumsum(~kept, axis=1) - 1
     substitute = jnp.take_along_axis(unnamed, jnp.maximum(turn, 0), axis=1)

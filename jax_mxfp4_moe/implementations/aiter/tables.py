@@ -335,8 +335,15 @@ def is_read(row: Row, release: Release) -> bool:
     return {"none": True, "untagged": not row.tag, "not_fallback": row.tag != "flydsl_fallback"}[release.tag_filter]
 
 
-def vendor_rule(release: Release, tokens: int) -> tuple[str, str] | None:
-    """(scale_rule, rounding) with which aiter's own `fused_moe` quantizes activations; None if it could not be told."""
+def vendor_rule(release: Release, tokens: int, kernel_name1: str = "") -> tuple[str, str] | None:
+    """(scale_rule, rounding) with which aiter's own `fused_moe` quantizes activations; None if it could not be told.
+
+    Args:
+      kernel_name1: of the row that it runs, if any; one that quantizes inside stage 1 does so by FlyDSL's own rule.
+    """
+    kernel = kernels.flydsl_kernel(kernel_name1)
+    if kernel is not None and kernel.quantizes:
+        return None
     hip = None if release.hip_scale_rule is None else (release.hip_scale_rule, "nearest_even")
     if release.hip_quant == "fused" or release.triton_quant is None or tokens > 1024:
         return hip
@@ -353,6 +360,7 @@ def select(
     *,
     token: int | None = None,
     registry: Container[str] | None = None,
+    vendor: bool = True,
 ) -> Row | None:
     """The row to run `problem` with on `release`; None to leave the choice to aiter, where no table has the shape.
 
@@ -360,6 +368,7 @@ def select(
       preset: one of `PRESETS`, or None for the best row of the user's tables, then of the shipped one.
       token: the count of tokens that aiter looks rows up by; asked of the installed aiter if None.
       registry: as for `verdict`; that of the installed aiter if None.
+      vendor: whether the row may hand the layer to aiter's `fused_moe`, where no preset asks for that.
 
     Raises:
       ValueError: an unknown preset, or one that has no row for the shape.
@@ -381,12 +390,14 @@ def select(
                 return _told(row)
     rows = [row for row in _matching(default_rows(), problem, token) if _eligible(row, problem, release)]
     for row in sorted(rows, key=lambda row: not recorded_on(row, release)):  # stable: the file's order otherwise
-        if verdict(row, release, registry) is None:
+        if (vendor or row.pipeline != VENDOR) and verdict(row, release, registry) is None:
             return row
-    return _in_place_of_own(problem, release, token, registry)
+    return _in_place_of_own(problem, release, token, registry, vendor)
 
 
-def _in_place_of_own(problem: MoeProblem, release: Release, token: int, registry: Container[str] | None) -> Row | None:
+def _in_place_of_own(
+    problem: MoeProblem, release: Release, token: int, registry: Container[str] | None, vendor: bool
+) -> Row | None:
     """None where aiter's own row for the shape is as good as any, or what to run where the two-stage calls must not run it."""
     for own in _matching(own_rows(), problem, token):
         if not is_read(own, release) or own.activation_quant != problem.activation_quant:
@@ -394,7 +405,7 @@ def _in_place_of_own(problem: MoeProblem, release: Release, token: int, registry
         why = verdict(own, release, registry)
         if why is None:
             return None
-        if vendor_rule(release, problem.tokens) == (problem.scale_rule, problem.rounding):
+        if vendor and vendor_rule(release, problem.tokens, own.kernel_name1) == (problem.scale_rule, problem.rounding):
             return dataclasses.replace(own, pipeline=VENDOR, source=f"aiter's own row, which its fused_moe runs: {why}")
         return nearest_legal(own, release, registry)
     return None
@@ -465,12 +476,11 @@ def _eligible(row: Row, problem: MoeProblem, release: Release) -> bool:
     if row.pipeline != VENDOR:
         return True
     rule = (problem.scale_rule, problem.rounding)
-    if vendor_rule(release, problem.tokens) != rule:
+    own = [own.kernel_name1 for own in own_rows() if own.key == row.key and is_read(own, release)]
+    if any(vendor_rule(release, problem.tokens, name) != rule for name in own or [""]):
         return False
     # A figure of certain kernels says nothing where aiter's own table names others for this shape.
-    return not row.kernel_name1 or any(
-        own.key == row.key and own.kernel_name1.startswith(row.kernel_name1) for own in own_rows()
-    )
+    return not row.kernel_name1 or any(name.startswith(row.kernel_name1) for name in own)
 
 
 def own_file() -> pathlib.Path | None:
