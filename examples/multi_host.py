@@ -3,8 +3,9 @@
     python examples/multi_host.py --spawn 2                    two processes on this machine
     python examples/multi_host.py --coordinator HOST:PORT --processes N --process I      one of them, on each host
 
-Every process makes only the weights of its own devices. Experts are divided over all devices; the layer runs in both forms,
-with tokens replicated (decode) and with tokens exchanged (prefill), and each process checks its share of the result.
+Experts are divided over all devices; the layer runs in both forms, with tokens replicated (decode) and with tokens exchanged (prefill), and
+each process checks its share of the result. Random weights are made whole in every process here, for that check; `load_sharded` reads
+only the parts of a process's own devices from a checkpoint.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from jax_mxfp4_moe import device, implementations
 from jax_mxfp4_moe.implementations.base import Config, Operands, Steps
 from jax_mxfp4_moe.implementations.torch_call import BRIDGES, ENVIRONMENT_VARIABLE
 from jax_mxfp4_moe.mxfp4 import PACKED, float_dtype
-from jax_mxfp4_moe.partition import check_not_divided
+from jax_mxfp4_moe.partition import check_not_divided, check_not_explicit
 from jax_mxfp4_moe.problem import ACTIVATION_QUANTS, MoeProblem, resolve_activation
 from jax_mxfp4_moe.quantize import FP8_LARGEST_STATIC_SCALE, FP8_LEAST_SCALE, Rounding, ScaleRule, check_rules
 from jax_mxfp4_moe.transform import Call, run
@@ -146,7 +146,7 @@ def prepare(weights: MoeWeights, implementation: str) -> MoeWeights:
 
     Args:
       weights: in the packed layout, or already in that of `implementation`, in which case they are returned as they are.
-      implementation: "xla" or "torch", which both read the packed layout itself.
+      implementation: whose layout; "xla" and "torch" read the packed one itself.
 
     Raises:
       ValueError: an unknown implementation, or weights in the layout of another one.
@@ -182,7 +182,8 @@ def _check(
     where = "mxfp4_moe"
     check_weights(where, weights)
     check_not_divided(where, weights)
-    x, topk_weights, topk_ids = _as_array(x), _as_array(topk_weights), _as_array(topk_ids)
+    x, topk_weights, topk_ids = as_array(x), as_array(topk_weights), as_array(topk_ids)
+    check_not_explicit(where, x)
     lead = _check_arrays(where, x, weights, topk_weights, topk_ids)
     if activation_quant == "auto":
         activation_quant = weights.activation_quant
@@ -227,9 +228,9 @@ def _check(
         raise ValueError(
             f"{where}: {tokens} tokens with {top_k} experts each given; expected fewer than 2**31 rows in all. Call it on parts of x."
         )
-    ids, skipped = _local_ids(where, topk_ids.reshape(tokens, top_k), weights.num_experts, expert_map)
+    ids, skipped = local_ids(where, topk_ids.reshape(tokens, top_k), weights.num_experts, expert_map)
     if token_mask is not None:
-        token_mask = _as_array(token_mask)
+        token_mask = as_array(token_mask)
         if token_mask.shape != lead or token_mask.dtype != jnp.bool_:
             wrong = ValueError if token_mask.dtype == jnp.bool_ else TypeError
             raise wrong(
@@ -245,7 +246,8 @@ def _check(
     return problem, operands, (*lead, problem.hidden)
 
 
-def _as_array(a: Any) -> jax.Array:
+def as_array(a: Any) -> jax.Array:
+    """Any array as a JAX array; integers that are too wide for one become -1."""
     if isinstance(a, jax.Array):
         return a
     a = np.asarray(a)
@@ -265,7 +267,7 @@ def _activation_scale(
         return weights.activation_scale
     if isinstance(activation_scale, (tuple, list)) and len(activation_scale) == 2:
         activation_scale = jnp.stack([jnp.asarray(s, jnp.float32) for s in activation_scale])
-    activation_scale = _as_array(activation_scale)
+    activation_scale = as_array(activation_scale)
     if jnp.issubdtype(activation_scale.dtype, jnp.floating):
         activation_scale = activation_scale.astype(jnp.float32)
     check_activation_scale(f"{where}: activation_scale", activation_scale)
@@ -306,11 +308,11 @@ def _check_arrays(
     return lead
 
 
-def _local_ids(where: str, ids: jax.Array, experts: int, expert_map: Any) -> tuple[jax.Array, jax.Array]:
+def local_ids(where: str, ids: jax.Array, experts: int, expert_map: Any) -> tuple[jax.Array, jax.Array]:
     """Ids as int32 rows of the weights, and which slots are skipped."""
     count = experts
     if expert_map is not None:
-        expert_map = _as_array(expert_map)
+        expert_map = as_array(expert_map)
         if expert_map.ndim != 1 or not jnp.issubdtype(expert_map.dtype, jnp.integer):
             wrong = ValueError if jnp.issubdtype(expert_map.dtype, jnp.integer) else TypeError
             raise wrong(

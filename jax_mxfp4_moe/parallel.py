@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_mxfp4_moe import checkpoint, implementations
-from jax_mxfp4_moe.moe import _as_array as as_array
-from jax_mxfp4_moe.moe import mxfp4_moe, prepare
+from jax_mxfp4_moe.moe import as_array, local_ids, mxfp4_moe, prepare
 from jax_mxfp4_moe.mxfp4 import BLOCK, PACKED, Mxfp4Array
 from jax_mxfp4_moe.stage1 import varying_like
 from jax_mxfp4_moe.weights import MoeWeights, check_weights
@@ -226,9 +226,8 @@ def load_sharded(
     )  # fmt: skip
 
     def read(experts: Sequence[int], start: int, stop: int) -> MoeWeights:
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            part = checkpoint.load(source, layer=layer, experts=experts, intermediate=slice(start, stop), **options)
-            return jax.tree.map(np.asarray, part)
+        part = checkpoint.load(source, layer=layer, experts=experts, intermediate=slice(start, stop), **options)
+        return jax.tree.map(np.asarray, part)
 
     return _assemble(split, read, implementation)
 
@@ -324,7 +323,7 @@ def sharded_mxfp4_moe(
         return jnp.zeros((*lead, split.hidden_size), out_dtype)
     dispatch = _dispatch(where, split, dispatch, tokens // _size(split.mesh, token_axes))
 
-    skipped = (topk_ids < 0) | (topk_ids >= split.num_experts + split.num_shared_experts)
+    ids, skipped = local_ids(where, topk_ids, split.num_experts + split.num_shared_experts, None)
     if token_mask is not None:
         token_mask = as_array(token_mask)
         if token_mask.shape != lead or token_mask.dtype != jnp.bool_:
@@ -332,16 +331,16 @@ def sharded_mxfp4_moe(
                 f"{where}: token_mask {token_mask.dtype}{list(token_mask.shape)} given; expected bool{list(lead)}."
             )
         skipped = skipped | ~token_mask[..., None]
-    ids = jnp.where(skipped, -1, topk_ids).astype(jnp.int32)
+    ids = jnp.where(skipped, -1, ids)
 
     axes = (*token_axes, str(split.expert_axis)) if dispatch == "all_to_all" else token_axes
     padding = -tokens % _size(split.mesh, axes)
     spec = PartitionSpec(axes)
 
     def place(a: jax.Array, last: int, fill: Any) -> jax.Array:
-        a = a.reshape(tokens, last)
-        if padding:
-            a = jnp.pad(_reshard(a, split.mesh, PartitionSpec()), ((0, padding), (0, 0)), constant_values=fill)
+        if padding or a.ndim > 2:
+            a = _reshard(a, split.mesh, PartitionSpec())
+        a = jnp.pad(a.reshape(tokens, last), ((0, padding), (0, 0)), constant_values=fill)
         return _reshard(a, split.mesh, spec)
 
     local = _all_to_all if dispatch == "all_to_all" else _replicated
@@ -351,9 +350,10 @@ def sharded_mxfp4_moe(
         in_specs=(spec, spec, spec, split.spec),
         out_specs=spec,
     )
-    y = run(
-        place(x, split.hidden_size, 0), place(topk_weights, top_k, 0), place(ids, top_k, -1), parts
-    )  # fmt: skip
+    parts = jax.tree.map(lambda leaf: _reshard(leaf, split.mesh, split.spec), parts)
+    y = run(place(x, split.hidden_size, 0), place(topk_weights, top_k, 0), place(ids, top_k, -1), parts)
+    if padding or len(lead) > 1:
+        y = _reshard(y, split.mesh, PartitionSpec())
     return y[:tokens].astype(out_dtype).reshape(*lead, split.hidden_size)
 
 
@@ -418,19 +418,22 @@ def _ragged(split: Split, experts: Callable[..., jax.Array], x: Any, topk_weight
 
     def there(a: jax.Array, fill: Any) -> jax.Array:
         out = varying_like(jnp.full((ranks * tokens, a.shape[-1]), fill, a.dtype), a)
-        return ragged_all_to_all(a, out, starts[rank], counts[rank], arrivals[rank], counts[:, rank], axis_name=axis)
+        return lax.ragged_all_to_all(
+            a, out, starts[rank], counts[rank], arrivals[rank], counts[:, rank], axis_name=axis
+        )
 
     received = there(x[token], 0), there(topk_weights[token], 0), there(sent_ids, -1)
     y = experts(received[0], received[1], _local_ids(split, received[2], share=False))
     back = varying_like(jnp.zeros((rows, y.shape[-1]), y.dtype), y)
-    back = ragged_all_to_all(
+    back = lax.ragged_all_to_all(
         y, back, arrivals[:, rank], counts[:, rank], starts[:, rank], counts[rank], axis_name=axis
     )  # fmt: skip
-    token = jnp.where(to < ranks, token, tokens)
-    return varying_like(jnp.zeros((tokens, y.shape[-1]), y.dtype), back).at[token].add(back, mode="drop")
-
-
-ragged_all_to_all = lax.ragged_all_to_all
+    # Added up rank by rank, so that the order is always the same.
+    place = starts[rank][:, None] + jnp.cumsum(needed, axis=1) - 1
+    total = varying_like(jnp.zeros((tokens, y.shape[-1]), y.dtype), back)
+    for source in range(ranks):
+        total = total + jnp.where(needed[source][:, None], back[place[source]], 0)
+    return total
 
 
 def _experts(
@@ -484,8 +487,8 @@ def _reshard(a: jax.Array, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
 
 def _assemble(split: Split, read: Reader, implementation: str | None) -> ShardedMoeWeights:
     """Reads the part of each rank that has a device in this process, once, and puts it there."""
-    if implementation is not None:
-        implementations.get("shard_weights", implementation)
+    if implementation is not None and implementations.get("shard_weights", implementation).layouts == (PACKED,):
+        implementation = None  # it reads parts as they are
     mesh, process = split.mesh, jax.process_index()
     names = list(mesh.axis_names)
     places: dict[tuple[int, int], list[jax.Device]] = {}
@@ -493,6 +496,28 @@ def _assemble(split: Split, read: Reader, implementation: str | None) -> Sharded
         if device.process_index == process:
             t, x = (index[names.index(axis)] if axis else 0 for axis in (split.tensor_axis, split.expert_axis))
             places.setdefault((t, x), []).append(device)
+    if not places:
+        raise ValueError(
+            f"shard_weights: a mesh of {mesh.devices.size} devices given, none of them of process {process}; expected devices of every "
+            "process that calls this."
+        )
+    pieces = _place(split, read, implementation, places)
+    # `prepare` leaves packed what its layout cannot hold. A layer has one layout, on the devices of all processes.
+    if implementation is not None and not _everywhere(all(part.layout != PACKED for part in pieces.values())):
+        pieces = _place(split, read, None, places)
+    sharding = NamedSharding(mesh, split.spec)
+    ranks = (split.tensor_ranks, split.expert_ranks)
+
+    def join(*leaves: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays((*ranks, *leaves[0].shape[2:]), sharding, list(leaves))
+
+    return ShardedMoeWeights(jax.tree.map(join, *pieces.values()), split)
+
+
+def _place(
+    split: Split, read: Reader, implementation: str | None, places: dict[tuple[int, int], list[jax.Device]]
+) -> dict[jax.Device, MoeWeights]:
+    """The part of each rank on each of its devices, prepared there, with the two leading axes."""
     pieces: dict[jax.Device, MoeWeights] = {}
     for (t, x), devices in sorted(places.items()):
         start, stop = split.columns_of(t)
@@ -506,13 +531,14 @@ def _assemble(split: Split, read: Reader, implementation: str | None) -> Sharded
                 prepared = prepare(part, implementation) if implementation else part
                 pieces[device] = jax.tree.map(lambda leaf: jax.device_put(leaf[None, None], device), prepared)  # noqa: B023
         del part
-    sharding = NamedSharding(mesh, split.spec)
-    ranks = (split.tensor_ranks, split.expert_ranks)
+    return pieces
 
-    def join(*leaves: jax.Array) -> jax.Array:
-        return jax.make_array_from_single_device_arrays((*ranks, *leaves[0].shape[2:]), sharding, list(leaves))
 
-    return ShardedMoeWeights(jax.tree.map(join, *pieces.values()), split)
+def _everywhere(fact: bool) -> bool:
+    """Whether `fact` is true in every process; each of them asks."""
+    if jax.process_count() == 1:
+        return fact
+    return bool(multihost_utils.process_allgather(np.array(fact)).all())
 
 
 def _cut(weights: MoeWeights, experts: Sequence[int], start: int, stop: int) -> MoeWeights:
@@ -694,14 +720,18 @@ def _dispatch(where: str, split: Split, dispatch: str | None, tokens: int) -> st
 def _with_scale(where: str, weights: ShardedMoeWeights, options: dict[str, Any]) -> MoeWeights:
     """The parts, with the static scales of the call if it gives any; takes them out of `options`."""
     parts, split = weights.parts, weights.split
-    scale = options.pop("activation_scale", None)
+    quant = options.get("activation_quant", "auto")
+    quant = parts.activation_quant if quant == "auto" else quant
+    scale = options.pop("activation_scale", None) if quant == "fp8" else None
     if scale is not None:
+        if not hasattr(scale, "__len__") or np.ndim(scale) == 0 or len(scale) != 2:
+            raise ValueError(
+                f"{where}: activation_scale={scale!r} given; expected a pair, of x and of h, or an array [2]."
+            )
         scale = jnp.stack([jnp.asarray(s, jnp.float32) for s in scale])
         parts = parts.replace(
             activation_scale=jnp.broadcast_to(scale, (split.tensor_ranks, split.expert_ranks, *scale.shape))
         )
-    quant = options.get("activation_quant", "auto")
-    quant = parts.activation_quant if quant == "auto" else quant
     if quant == "fp8" and parts.activation_scale is None and split.tensor_ranks > 1:
         raise NotImplementedError(
             f"{where}: activation_quant='fp8' with one scale a row was asked for on the tensor axis {split.tensor_axis!r}, where a rank "

@@ -25,12 +25,32 @@ REMEDY = (
 def check_not_divided(where: str, weights: Any) -> None:
     """Raises ValueError for weights that are known to be divided over devices. Under jit on Auto axes `over_devices` sees it later."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        sharding = getattr(jax.typeof(leaf), "sharding", None) if isinstance(leaf, jax.core.Tracer) else leaf.sharding
+        sharding = _explicit_sharding(leaf) if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         if sharding is not None and not sharding.is_fully_replicated:
-            raise ValueError(
-                f"{where}: weights{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} divided over devices ({sharding}) given; "
-                f"expected weights that every device holds whole, since {REMEDY}"
-            )
+            raise _divided(where, path, leaf, sharding)
+
+
+def check_not_explicit(where: str, x: jax.Array) -> None:
+    """Raises ValueError for tokens that lie on Explicit mesh axes: their division is part of types, and not XLA's to choose."""
+    sharding = _explicit_sharding(x)
+    if sharding is not None and any(axes is not None for axes in sharding.spec):
+        raise ValueError(
+            f"{where}: x of type {jax.typeof(x)} given, divided over Explicit axes of {sharding.mesh}; expected Auto axes, over which "
+            "plain jit divides tokens. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, not the default of jax.make_mesh, "
+            "or use jax_mxfp4_moe.parallel.sharded_mxfp4_moe."
+        )
+
+
+def _explicit_sharding(a: Any) -> Any:
+    """The sharding in the type of `a`: of its Explicit mesh axes."""
+    return getattr(jax.typeof(a), "sharding", None)
+
+
+def _divided(where: str, path: Any, leaf: Any, sharding: Any) -> ValueError:
+    return ValueError(
+        f"{where}: weights{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} divided over devices ({sharding}) given; expected "
+        f"weights that every device holds whole, since {REMEDY}"
+    )
 
 
 def over_devices(function: Callable[..., Any], call: Any, weights: Any, by_token: tuple[jax.Array, ...]) -> Any:
@@ -42,6 +62,9 @@ def over_devices(function: Callable[..., Any], call: Any, weights: Any, by_token
       weights: any pytree of arrays.
       by_token: arrays of one row a token.
     """
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty and context.are_all_axes_manual:  # inside of jax.shard_map: divided already
+        return function(call, weights, by_token)
     return _partitioned(function, call, len(jax.tree.leaves(weights)), weights, by_token)
 
 
@@ -57,12 +80,6 @@ _partitioned = custom_partitioning(_function, static_argnums=(0, 1, 2))
 def _shardings(call: Any, mesh: Mesh, arguments: Any, results: Any) -> tuple[Any, Any, Any]:
     """Mesh axes of the tokens, and the shardings of arguments and of results."""
     weights, by_token = arguments
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        if leaf.sharding is not None and not leaf.sharding.is_fully_replicated:
-            raise ValueError(
-                f"mxfp4_moe: weights{jax.tree_util.keystr(path)} {leaf.dtype}{list(leaf.shape)} divided over devices "
-                f"({leaf.sharding}) given; expected weights that every device holds whole, since {REMEDY}"
-            )
     tokens, x = call.problem.tokens, by_token[0]
     axes = x.sharding.spec[0] if isinstance(x.sharding, NamedSharding) and len(x.sharding.spec) else None
     ranks = 1
@@ -82,6 +99,9 @@ def _shardings(call: Any, mesh: Mesh, arguments: Any, results: Any) -> tuple[Any
 def _partition(
     function: Callable[..., Any], call: Any, whole: int, mesh: Mesh, arguments: Any, results: Any
 ) -> tuple[Any, ...]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments[0]):
+        if leaf.sharding is not None and not leaf.sharding.is_fully_replicated:
+            raise _divided("mxfp4_moe", path, leaf, leaf.sharding)
     axes, argument_shardings, result_shardings = _shardings(call, mesh, arguments, results)
     local = call
     if axes is not None:

@@ -19,6 +19,7 @@ from jax import export, lax
 
 from jax_mxfp4_moe import implementations
 from jax_mxfp4_moe.gradient import Cotangents, backward
+from jax_mxfp4_moe.implementations import torch_call
 from jax_mxfp4_moe.implementations.base import Config, Operands, Pipeline
 from jax_mxfp4_moe.implementations.xla import XlaSteps
 from jax_mxfp4_moe.mxfp4 import PACKED, Mxfp4Array
@@ -63,6 +64,12 @@ class Call:
                 for platform, name, _ in choices
             )
         return dataclasses.replace(self, problem=problem, choices=choices)
+
+    def goes_through_host(self) -> bool:
+        """Whether a forward pass may call back to Python by `jax.pure_callback`."""
+        if all(name == "xla" for _, name, _ in self.choices):
+            return False
+        return self.bridge == "callback" or torch_call.why_not("eager") is not None
 
     def fits(self, size: int) -> bool:
         """Whether these implementations can run the call on `size` times as many tokens."""
@@ -132,11 +139,17 @@ def _over_batches(
 
     @jax.custom_batching.custom_vmap
     def mapped(weights: MoeWeights, by_token: tuple[jax.Array, ...]) -> Any:
+        if function is _forward and call.goes_through_host():
+            # XLA loses the host's half of a callback inside of what it divides.
+            return function(call, weights, by_token)
         return over_devices(function, call, weights, by_token)
 
     @mapped.def_vmap
     def rule(size: int, batched: Any, weights: MoeWeights, by_token: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        if any(jax.tree.leaves(batched[0])) or not call.fits(size):
+        if size == 0:
+            results = jax.eval_shape(functools.partial(function, call), *_without_batch((weights, by_token), batched))
+            y = jax.tree.map(lambda a: jnp.zeros((0, *a.shape), a.dtype), results)
+        elif any(jax.tree.leaves(batched[0])) or not call.fits(size):
             leaves, structure = jax.tree.flatten((weights, by_token))
             one_by_one = jax.custom_batching.sequential_vmap(
                 lambda *leaves: mapped(*jax.tree.unflatten(structure, leaves))
@@ -149,6 +162,16 @@ def _over_batches(
         return y, jax.tree.map(lambda _: True, y)
 
     return mapped(weights, by_token)
+
+
+def _without_batch(arrays: Any, batched: Any) -> Any:
+    """Shapes and types of one entry of a batch."""
+    leaves, structure = jax.tree.flatten(arrays)
+    shapes = [
+        jax.ShapeDtypeStruct(a.shape[1:] if b else a.shape, a.dtype)
+        for a, b in zip(leaves, jax.tree.leaves(batched), strict=True)
+    ]
+    return jax.tree.unflatten(structure, shapes)
 
 
 def _join(a: jax.Array, is_batched: bool, size: int) -> jax.Array:

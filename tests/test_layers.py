@@ -308,6 +308,28 @@ def test_token_mask(layer, x):
         np.testing.assert_array_equal(module.apply(variables, x, token_mask=mask)[~mask], 0)
 
 
+def test_what_a_masked_token_holds_reaches_no_gradient(layer, x):
+    """The router reads every row, also one of NaN."""
+    mask = jnp.arange(10).reshape(2, 5) % 3 > 0
+    masked = Mxfp4Moe.from_weights(
+        slices(layer.weights, *range(6)),
+        layer.router.kernel[...],
+        num_experts_per_tok=2,
+        shared_gate_kernel=jnp.ones((64, 1)),
+        shared_weights=slices(layer.weights, 6),
+    )
+    module, variables = masked.to_linen()
+
+    def gradients(x):
+        def loss(params):
+            return (module.apply({**variables, "params": params}, x, token_mask=mask) ** 2).sum()
+
+        return nnx.grad(lambda m: (m(x, token_mask=mask) ** 2).sum())(masked), jax.grad(loss)(variables["params"])
+
+    got, want = gradients(jnp.where(mask[..., None], x, jnp.nan)), gradients(x)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 # --- everything else -------------------------------------------------------------------------------------------------
 
 

@@ -369,3 +369,11 @@ def test_gradients_inside_shard_map():
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"},
     )
     assert done.stdout.split() == [word for name in names for word in ("AGREE", name)], done.stderr
+
+
+def test_a_batch_of_none():
+    case = random_case(tokens=3)
+    x = jnp.zeros((0, *case.x.shape), case.x.dtype)
+    call = jax.vmap(lambda x: mxfp4_moe(x, case.weights, case.topk_weights, case.topk_ids))
+    assert call(x).shape == x.shape
+    assert jax.vmap(jax.grad(lambda x: call(x[None]).sum()))(x).shape == x.shape

@@ -41,6 +41,9 @@ def run(
     """What both modules do, from the fields that they have in common."""
     if layer.dtype is not None:
         x = x.astype(layer.dtype)
+    if token_mask is not None and jnp.shape(token_mask) == x.shape[:-1]:
+        # The router reads every row, and what a masked one holds must not reach the router's gradient.
+        x = jnp.where(token_mask[..., None], x, 0)
     options: dict[str, Any] = {
         "activation": layer.activation,
         "activation_alpha": layer.activation_alpha,

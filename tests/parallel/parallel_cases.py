@@ -7,9 +7,11 @@ import pytest
 from cases import random_case
 from checkpoint import synthetic
 from jax import lax
+from jax._src.lax.parallel import ragged_all_to_all_p
+from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_mxfp4_moe import append_shared_experts, checkpoint, mxfp4_moe, parallel
+from jax_mxfp4_moe import Mxfp4Array, append_shared_experts, checkpoint, implementations, mxfp4_moe, parallel
 from jax_mxfp4_moe.parallel import load_sharded, shard_weights, sharded_mxfp4_moe, unshard_weights
 from jax_mxfp4_moe.testing import TOLERANCES, relative_error
 
@@ -22,7 +24,7 @@ def mesh_of(kind=AxisType.Auto, **axes):
 
 MESHES = {
     "expert8": ({"expert": 8}, {"expert_axis": "expert"}, None),
-    "tensor3of8": ({"tensor": 8}, {"tensor_axis": "tensor"}, None),
+    "tensor8": ({"tensor": 8}, {"tensor_axis": "tensor"}, None),
     "token2xexpert4": ({"token": 2, "expert": 4}, {"expert_axis": "expert"}, "token"),
     "expert2xtensor4": ({"expert": 2, "tensor": 4}, {"expert_axis": "expert", "tensor_axis": "tensor"}, None),
     "token2xexpert2xtensor2": (
@@ -60,14 +62,24 @@ def emulated_ragged_all_to_all(a, out, starts, sizes, out_starts, out_sizes, *, 
     return out
 
 
+def lowered_for_cpu(*operands, axis_name, axis_index_groups):
+    assert axis_index_groups is None
+    return emulated_ragged_all_to_all(*operands, axis_name=axis_name)
+
+
+# The operation itself, with JAX's own derivative of it.
+mlir.register_lowering(
+    ragged_all_to_all_p, mlir.lower_fun(lowered_for_cpu, multiple_results=False), platform="cpu"
+)  # fmt: skip
+
+
 @pytest.fixture
 def ragged(monkeypatch):
-    monkeypatch.setattr(parallel, "ragged_all_to_all", emulated_ragged_all_to_all)
     monkeypatch.setattr(parallel, "_has_ragged_all_to_all", lambda mesh: True)
 
 
-def check(case, axes, split, token_axis, kind=AxisType.Auto, *, implementation=None, jit=True, **options):
-    mesh = mesh_of(kind, **axes)
+def check(case, axes, split, token_axis, *, implementation=None, **options):
+    mesh = mesh_of(**axes)
     weights = shard_weights(case.weights, mesh, num_shared_experts=SHARED, **split)
     operands = jax.tree.map(jnp.asarray, (case.x, case.topk_weights, case.topk_ids))
 
@@ -76,7 +88,7 @@ def check(case, axes, split, token_axis, kind=AxisType.Auto, *, implementation=N
             x, weights, topk_weights, topk_ids, token_axis=token_axis, implementation=implementation, **options
         )
 
-    y = (jax.jit(call) if jit else call)(weights, *operands)
+    y = jax.jit(call)(weights, *operands)
     mxfp4 = {name: value for name, value in options.items() if name != "dispatch"}
     assert y.shape == case.x.shape
     recipe = (options.get("activation_quant"), str(case.x.dtype))
@@ -141,7 +153,7 @@ def test_other_activations_and_weights_on_the_input():
         {"activation": "silu_post_clamped", "activation_limit": 1.0},
         {"apply_router_weight_on_input": True},
     ):
-        assert check(layer(5), *MESHES["tensor3of8"], **options)[0] < 1e-5
+        assert check(layer(5), *MESHES["tensor8"], **options)[0] < 1e-5
 
 
 def test_token_mask():
@@ -152,13 +164,51 @@ def test_token_mask():
     assert error < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_narrow_ids(dtype):
+    """256 experts and ids that cannot hold this number, or a skip."""
+    case = random_case(seed=14, tokens=16, experts=256, top_k=2, hidden=32, intermediate=32)
+    ids = (case.topk_ids % np.iinfo(dtype).max).astype(dtype)
+    mesh = mesh_of(expert=8)
+    weights = shard_weights(case.weights, mesh, expert_axis="expert")
+    y = sharded_mxfp4_moe(case.x, weights, case.topk_weights, ids)
+    assert relative_error(np.asarray(y), case.replace(topk_ids=ids.astype(np.int32)).expected()) < 1e-5
+
+
+def test_one_layout_on_all_devices(monkeypatch):
+    """One rank's part does not fit a layout, as a row of scales too far apart: all stay packed."""
+    triton = implementations.IMPLEMENTATIONS["triton"]
+
+    def prepare(weights):
+        fits = np.asarray(weights.gate_up.codes)[0, 0, 0] != marked
+        layout = "triton:e4m3" if fits else "packed"
+        return weights.replace(
+            **{
+                name: Mxfp4Array(stack.codes, stack.scales, length=stack.length, layout=layout)
+                for name, stack in (("gate_up", weights.gate_up), ("down", weights.down))
+            }
+        )
+
+    monkeypatch.setattr(triton, "prepare", prepare)
+    case = layer()
+    first = np.asarray(case.weights.gate_up.codes)[:EXPERTS, 0, 0]
+    mesh = mesh_of(expert=8)
+    split = {"expert_axis": "expert", "num_shared_experts": SHARED, "implementation": "triton"}
+    marked = first[3]
+    assert list(first).count(marked) < 8
+    assert shard_weights(case.weights, mesh, **split).layout == "packed"
+    marked = -1
+    assert shard_weights(case.weights, mesh, **split).layout == "triton:e4m3"
+
+
 @pytest.mark.parametrize("dispatch", ["replicated", "all_to_all"])
-def test_explicit_axes_and_sharded_input(dispatch):
+@pytest.mark.parametrize("tokens", [16, 21, (4, 4)])
+def test_explicit_axes_and_sharded_input(tokens, dispatch):
     """On a mesh whose axes are Explicit, shardings are part of types; input may come in any."""
-    case = layer(7, tokens=16)
+    case = layer(7, tokens=tokens)
     mesh = mesh_of(AxisType.Explicit, token=2, expert=4)
     weights = shard_weights(case.weights, mesh, expert_axis="expert", num_shared_experts=SHARED)
-    spec = PartitionSpec(("token", "expert"))
+    spec = PartitionSpec(("token", "expert") if tokens == 16 else None)
     operands = [jax.device_put(a, NamedSharding(mesh, spec)) for a in (case.x, case.topk_weights, case.topk_ids)]
     with jax.set_mesh(mesh):
         y = jax.jit(lambda w, *a: sharded_mxfp4_moe(a[0], w, *a[1:], token_axis="token", dispatch=dispatch))(
@@ -328,6 +378,28 @@ def test_plain_jit_refuses_weights_that_are_divided(spec):
         with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="divided over devices") as error:
             call(operands[0], weights, *operands[1:])
         assert "shard_weights(weights, mesh, expert_axis=...)" in str(error.value)
+
+
+def test_plain_jit_on_explicit_axes_refuses_divided_tokens():
+    case = random_case(seed=13, tokens=16)
+    mesh = mesh_of(AxisType.Explicit, data=8)
+    x = jax.device_put(case.x, NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"divided over Explicit axes(.|\n)*AxisType\.Auto"):
+        jax.jit(mxfp4_moe).trace(x, case.weights, case.topk_weights, case.topk_ids)
+
+
+def test_plain_jit_through_the_host_stays_right():
+    """XLA would lose a callback inside of what it divides, so such a call is not divided."""
+    case = layer(15, tokens=16)
+    mesh = mesh_of(data=8)
+    x = jax.device_put(case.x, NamedSharding(mesh, PartitionSpec("data")))
+    for activation in ("gelu", "silu"):
+        y = jax.jit(
+            lambda *a, activation=activation: mxfp4_moe(
+                *a, activation=activation, implementation="torch", bridge="callback"
+            )
+        )(x, case.weights, case.topk_weights, case.topk_ids)
+        assert relative_error(np.asarray(y), case.expected(activation=activation)) < 1e-5
 
 
 def test_plain_jit_on_explicit_axes_refuses_at_trace_time():
