@@ -83,7 +83,8 @@ def test_safetensors_reads_what_is_written(format, tmp_path):
     numpy = pytest.importorskip("safetensors.numpy")
     weights = small(3, biases=True)
     router = checkpoint.Router(np.ones((3, 32), ml_dtypes.bfloat16), None, None)
-    checkpoint.save(tmp_path / "new", {0: weights}, routers={0: router}, format=format, max_shard_bytes=9_000)
+    family = {"family": "gpt_oss"} if format == "gpt_oss" else {}
+    checkpoint.save(tmp_path / "new", {0: weights}, routers={0: router}, format=format, **family, max_shard_bytes=9_000)
     ours = open_checkpoint(tmp_path / "new")
     theirs = {}
     for file in ours.files:
