@@ -158,7 +158,14 @@ def text(found: dict[str, Any]) -> str:
             ),
             section("Bridge", bridges | {name: "-" if value is None else value for name, value in bridge.items()}),
             section("Tuning tables", dict(map(_table_line, found["tables"])) or {"none": ""}),
-            *([section("aiter", aiter["facts"]), section("Rows of aiter", aiter["rows"])] if aiter else []),
+            *(
+                [
+                    section("aiter", aiter["facts"]),
+                    section("Rows of aiter, run eagerly: none is captured in a graph", aiter["rows"]),
+                ]
+                if aiter
+                else []
+            ),
             section(
                 "Variables", {name: "unset" if value is None else value for name, value in found["variables"].items()}
             ),

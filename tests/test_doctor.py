@@ -141,6 +141,7 @@ def test_every_aiter_row_has_its_verdict(profile, flydsl, monkeypatch):
     assert sum(name.startswith("default ") for name in rows) > 15
     shown = doctor.text(found)
     assert all(name in shown and told in shown for name, told in rows.items())
+    assert "\nRows of aiter, run eagerly: none is captured in a graph\n" in shown
 
 
 def test_shipped_aiter_tables_are_listed(monkeypatch):

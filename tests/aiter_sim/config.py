@@ -6,6 +6,7 @@ import csv
 import functools
 import os
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 from aiter_sim import numerics
@@ -135,25 +136,38 @@ def _typed(texts: list[str]) -> list[Any]:
 
 
 def config_file(profile: Any, folder: pathlib.Path) -> str:
-    """The file that AITER_CONFIG_FMOE, as it is now, selects. One path is taken as it is; several are merged."""
+    """The file that AITER_CONFIG_FMOE, as it is now, selects. One path is taken as it is; several are merged.
+
+    Newer releases take two rows of one shape for an error, and before they raise it write the files anew, each shape in one of them.
+    """
     asked = os.environ.get("AITER_CONFIG_FMOE")
     paths = asked.split(os.pathsep) if asked else []
     if len(paths) == 1:
         return paths[0]
     out = folder / "tuned_fmoe.csv"
-    rows = [row for path in paths for row in read_csv(path)] if paths else vendor_rows(profile)
+    files = {path: read_csv(path) for path in paths}
+    rows = [row for own in files.values() for row in own] if paths else vendor_rows(profile)
     best: dict[tuple, dict[str, Any]] = {}
+    twice: tuple | None = None
     for row in rows:
         key = (*(row[name] for name in INDEX), row.get("_tag") or "")
-        if key in best and profile.merge_rejects_duplicates:
-            raise RuntimeError(f"Found duplicate shape entries during merge of 'tuned_fmoe': {key}")
+        twice = key if key in best else twice
         if key not in best or row["us"] < best[key]["us"]:
             best[key] = row
-    with open(out, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(best.values())
+    if twice and profile.merge_rejects_duplicates:
+        kept = {id(row) for row in best.values()}
+        for path, own in files.items():
+            _write_csv(path, list(own[0]), [row for row in own if id(row) in kept])
+        raise RuntimeError(f"Found duplicate shape entries during merge of 'tuned_fmoe': {twice}")
+    _write_csv(out, COLUMNS, best.values())
     return str(out)
+
+
+def _write_csv(path: str | pathlib.Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(columns), extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def row(token, model_dim, inter_dim, expert, topk, **values) -> dict[str, Any]:

@@ -128,6 +128,28 @@ def test_aiter_equals_the_oracle(profile, flydsl):
         assert "fused_moe" in sim.calls
 
 
+def test_aiter_gradients_are_those_of_xla():
+    """Of x and topk_weights, beside the value, from weights in aiter's layout, under one rule of rounding."""
+    case = odd_case()
+    ids, dy = jnp.asarray(case.topk_ids), np.random.default_rng(7).normal(size=case.x.shape).astype(np.float32)
+
+    def value_and_gradients(implementation, weights):
+        def loss(x, topk_weights):
+            options = {"implementation": implementation, "activation_quant": "mxfp4", **TRITON}
+            return (mxfp4_moe(x, weights, topk_weights, ids, **options).astype(jnp.float32) * dy).sum()
+
+        quickly = jax.jit(jax.value_and_grad(loss, (0, 1)), compiler_options={"xla_backend_optimization_level": 0})
+        value, parts = quickly(jnp.asarray(case.x), jnp.asarray(case.topk_weights))
+        return np.asarray(value), *parts
+
+    with installed("v0.1.13") as sim:
+        found = value_and_gradients("aiter", prepared())
+        assert sim.calls.count("moe_sorting_fwd") == 1
+    for part, right in zip(found, value_and_gradients("xla", case.weights), strict=True):
+        assert np.asarray(right, np.float64).any()
+        assert relative_error(np.asarray(part, np.float64), np.asarray(right, np.float64)) <= TOLERANCE
+
+
 def _is_own_rule(sim, rule):
     return (rule == ("even", "half_away")) == (sim.profile.default_quant == "triton")
 

@@ -259,6 +259,57 @@ def test_the_users_aiter_file_is_read_and_left_alone(tmp_path, cache):
     assert files(cache) == []
 
 
+def _name_two_files(folder, *tokens):
+    """Two files of the user with a row each for SMALL's sizes and these tokens; aiter is told of both."""
+    paths = [folder / "a.csv", folder / "b.csv"]
+    for path, token, block_m in zip(paths, tokens, (64, 128), strict=True):
+        kernel_names = {f"kernel_name{stage}": names.ck_name_for(stage, block_m) for stage in (1, 2)}
+        fields = dataclasses.replace(
+            tables.blank(SMALL, token), block_m=block_m, us=float(block_m), **kernel_names
+        ).csv()
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fields)
+            writer.writeheader()
+            writer.writerow(fields)
+    os.environ[tables.CONFIG_VARIABLE] = os.pathsep.join(map(str, paths))
+    return paths
+
+
+@pytest.mark.parametrize("profile", ["v0.1.12", "v0.1.17", "HEAD"])
+def test_files_that_aiter_would_rewrite_are_kept_from_it(profile, tmp_path):
+    with installed(profile) as (sim, found):
+        paths = _name_two_files(tmp_path, 64, 64)
+        before = [path.read_bytes() for path in paths]
+        told = (
+            r"AITER_CONFIG_FMOE with 2 files given, where .*a.csv line 2 and .*b.csv line 2 are for one shape; expected files without a "
+            r"common shape, .*Merge them into one file"
+        )
+        for asked in (
+            lambda: tables.select(SMALL, found),
+            lambda: tables.select(SMALL, found, "own_choice"),
+            lambda: inject.resolve(SMALL, config("argument"), found),
+            lambda: own_answer(SMALL, found),
+        ):
+            with pytest.raises(ValueError, match=told):
+                asked()
+        assert [path.read_bytes() for path in paths] == before
+        with pytest.raises(RuntimeError, match="duplicate"):  # what asking would have done
+            sim.config_path()
+        assert [path.read_bytes() for path in paths] != before
+
+
+@pytest.mark.parametrize(("profile", "tokens"), [("v0.1.11", (64, 64)), ("v0.1.12", (64, 128)), ("HEAD", (64, 128))])
+def test_files_that_aiter_merges_in_peace_are_used(profile, tokens, tmp_path):
+    with installed(profile) as (_, found):
+        paths = _name_two_files(tmp_path, *tokens)
+        before = [path.read_bytes() for path in paths]
+        row = tables.select(SMALL, found)
+        assert row.table == "a.csv line 2"
+        assert resolved(inject.resolve(SMALL, row.config(), found))[0] == 64
+        assert own_answer(SMALL, found)[0] == 64
+        assert [path.read_bytes() for path in paths] == before
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

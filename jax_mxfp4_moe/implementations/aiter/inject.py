@@ -59,9 +59,11 @@ def resolve(problem: MoeProblem, config: Config, release: Release) -> Any:
       config: the parameters of `tables.CONFIG_NAMES`; block_m 0 leaves the kernels to aiter.
 
     Raises:
-      ValueError: a row that must not run on this release; the text has the reason and the nearest row that may.
+      ValueError: a row that must not run on this release; the text has the reason and the nearest row that may. Or files of the user
+        that aiter would rewrite.
       NotImplementedError: aiter runs something else than was asked for, and the row came from the caller, or the precision is another.
     """
+    tables.refuse_files_to_be_rewritten(release)
     row = _row_of(problem, config, release)
     with _lock:
         metadata = _resolve(problem, row, release)
@@ -208,8 +210,8 @@ def _write_file(release: Release) -> pathlib.Path | None:
     """Writes aiter's own table with our defaults for shapes that it lacks; None where that is empty or (a warning) cannot be written."""
     own = tables.own_file()
     lines = [fields for _, fields in tables.lines(own)] if own is not None else []
-    theirs = {_text_key(fields) for fields in lines}
-    ours = [row for row in _legal_defaults(release) if _text_key(row.csv()) not in theirs]
+    theirs = {tables.text_key(fields) for fields in lines}
+    ours = [row for row in _legal_defaults(release) if tables.text_key(row.csv()) not in theirs]
     if not lines and not ours:
         return None
     try:
@@ -270,11 +272,6 @@ _ZERO_COLUMNS = {"xbf16", "flat"}
 def cache_folder() -> pathlib.Path:
     """Where tables for aiter are written: `jax_mxfp4_moe` in XDG_CACHE_HOME, or in ~/.cache."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "jax_mxfp4_moe"
-
-
-def _text_key(fields: dict[str, str]) -> tuple[str, ...]:
-    """aiter's key in text, numbers and truth values in one form."""
-    return tuple({"True": "1", "False": "0"}.get(fields[n], fields[n].removesuffix(".0")) for n in tables.KEY_COLUMNS)
 
 
 # --- the table in memory -----------------------------------------------------------------------------------------------------------

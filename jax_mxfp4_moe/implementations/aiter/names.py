@@ -6,7 +6,7 @@ import re
 from collections.abc import Container
 
 from jax_mxfp4_moe.implementations.aiter import kernels
-from jax_mxfp4_moe.implementations.aiter.release import FLYDSL_T16, Release
+from jax_mxfp4_moe.implementations.aiter.release import Release
 
 CK_TILES: dict[int, dict[int, tuple[str, ...]]] = {
     1: {32: ("256x32x128x128_1x4", "64x32x32x128_1x1"), 64: ("256x64x128x128_1x4",), 128: ("256x128x128x128_1x4",)},
@@ -65,7 +65,7 @@ def problem_with(
     if found is not None:
         return found
     if kernel is not None:
-        if registry is None or registered_name(name, release) in registry or is_registrable(name, release, registry):
+        if registry is None or registered_name(name, release) in registry:
             return None
         return f"{name} is not registered in this aiter"
     ck = kernels.ck_stage_and_rows(name)
@@ -83,11 +83,6 @@ def problem_with(
 def registered_name(name: str, release: Release) -> str:
     """The name that aiter looks up in its registry: less the block size of the sorting, where the release reads that from the name."""
     return _SORT_BLOCK.sub("", name) if release.flydsl_sort_block_m else name
-
-
-def is_registrable(name: str, release: Release, registry: Container[str]) -> bool:
-    """Whether `name` may be added to `registry`: only `FLYDSL_T16`, and only where its twin that sums in another way is there."""
-    return registered_name(name, release) == FLYDSL_T16 and FLYDSL_T16.replace("_atomic", "_reduce") in registry
 
 
 def alternatives(stage: int, name: str, block_m: int, release: Release) -> list[str]:

@@ -244,6 +244,37 @@ def user_files() -> list[pathlib.Path]:
     return [pathlib.Path(name) for name in named if name and not pathlib.Path(name).name.startswith(WRITTEN_PREFIX)]
 
 
+def refuse_files_to_be_rewritten(release: Release) -> None:
+    """Keeps the user's files from aiter where it would change them.
+
+    aiter merges several files whenever it is asked for its table. From v0.1.12 on, where two rows are for one shape and tag, it writes
+    the files anew with the faster one alone, and fails.
+
+    Raises:
+      ValueError: AITER_CONFIG_FMOE names such files, and `release` is of those versions, or of an unknown one.
+    """
+    named = [pathlib.Path(name) for name in os.environ.get(CONFIG_VARIABLE, "").split(os.pathsep) if name]
+    version = _version(release.version)
+    if len(named) < 2 or (version and version < (0, 1, 12)):
+        return
+    first: dict[tuple[str, ...], str] = {}
+    for path in filter(pathlib.Path.is_file, named):
+        for line, fields in lines(path):
+            key = (*text_key(fields), fields.get("_tag", ""))
+            if key in first:
+                raise ValueError(
+                    f"mxfp4_moe: {CONFIG_VARIABLE} with {len(named)} files given, where {first[key]} and {path} line {line} are for one "
+                    f"shape; expected files without a common shape, since aiter {release.version} would rewrite them and fail. Merge them "
+                    "into one file that has one row for each shape."
+                )
+            first[key] = f"{path} line {line}"
+
+
+def text_key(fields: Mapping[str, str]) -> tuple[str, ...]:
+    """aiter's key in text, numbers and truth values in one form."""
+    return tuple({"True": "1", "False": "0"}.get(fields[n], fields[n].removesuffix(".0")) for n in KEY_COLUMNS)
+
+
 WRITTEN_PREFIX = "jax_mxfp4_moe-"
 """How the names of files begin that `inject` writes for aiter."""
 
@@ -371,9 +402,10 @@ def select(
       vendor: whether the row may hand the layer to aiter's `fused_moe`, where no preset asks for that.
 
     Raises:
-      ValueError: an unknown preset, or one that has no row for the shape.
+      ValueError: an unknown preset, or one that has no row for the shape; or files of the user that aiter would rewrite.
       NotImplementedError: the preset's row cannot run on this release, and no other row has the precision that was asked for.
     """
+    refuse_files_to_be_rewritten(release)
     token = _padded_tokens(problem.tokens) if token is None else token
     registry = flydsl_registry() if registry is None else registry
     if preset == VENDOR:
