@@ -161,7 +161,10 @@ def text(found: dict[str, Any]) -> str:
             *(
                 [
                     section("aiter", aiter["facts"]),
-                    section("Rows of aiter, run eagerly: none is captured in a graph", aiter["rows"]),
+                    section(
+                        "Rows of aiter, run eagerly; 'graph': recorded too, with bridge='graph' and even + half_away",
+                        aiter["rows"],
+                    ),
                 ]
                 if aiter
                 else []

@@ -95,6 +95,40 @@ def flydsl_registry(profile) -> dict[str, dict[str, Any]]:
     return registry
 
 
+def fill_flydsl_compiler(sim, module):
+    """The compile function of stage 2. It makes nothing here; what it is written with differs between releases."""
+    if not sim.flydsl:
+        raise ModuleNotFoundError("No module named 'flydsl'", name="flydsl")
+    profile = sim.profile
+
+    @functools.cache
+    def compile_before_v0_1_12(*, tile_m, tile_k):
+        sim.unsupported("compiling")
+
+    @functools.cache
+    def compile_through_registers(*, tile_m, tile_k):
+        def moe_gemm2():
+            def _k_shift_bits(k):
+                return k // 128 % 2 * 16
+
+            return _k_shift_bits
+
+        sim.unsupported("compiling", moe_gemm2)
+
+    @functools.cache
+    def compile_with_copies(*, tile_m, tile_k):
+        def moe_gemm2(rocdl):
+            def _k_shift_bits(k):
+                return k // 128 % 2 * 16
+
+            rocdl.raw_ptr_buffer_load_lds(_k_shift_bits)
+
+        sim.unsupported("compiling", moe_gemm2)
+
+    late = compile_with_copies if profile.flydsl_copies_to_lds else compile_through_registers
+    module.compile_mixed_moe_gemm2 = late if profile.flydsl_has_sort_block_m else compile_before_v0_1_12
+
+
 def fill_flydsl_package(sim, module):
     """The package flydsl itself, of which only its presence and its version matter here."""
     module.__version__ = sim.profile.flydsl_version

@@ -222,8 +222,10 @@ def _add_flydsl_wrappers(sim, module):
         if profile.flydsl_zeroes_out:
             numerics.raw(out)[:] = 0
         halved = not profile.flydsl_has_sort_block_m and (found["tile_m"] // 32 == 0 or found["tile_k"] // 256 == 0)
-        unknown = profile.flydsl_has_sort_block_m and found["tile_k"] not in profile.flydsl_tiles_k
-        if unknown:  # what such a tile computes there is not known: nothing may be built on it
+        foreign = profile.flydsl_has_sort_block_m and found["tile_k"] not in profile.flydsl_tiles_k
+        if foreign and not profile.flydsl_copies_to_lds and w.k > 2 * found["tile_k"]:
+            raise TypeError('Invalid attribute value for the key "value" when attempting to create the operation')
+        if foreign and profile.flydsl_copies_to_lds:  # 16 rows of 128 elements come to lie in wrong places
             numerics.raw(out)[:] = numerics.GARBAGE
         elif not halved:  # otherwise no multiplication is left in the loop, and nothing is stored
             rows_per_expert_id = found.get("sort_block_m", 0) if profile.flydsl_has_sort_block_m else 0

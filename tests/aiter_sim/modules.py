@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from aiter_sim.flydsl import fill_flydsl, fill_flydsl_kernels, fill_flydsl_package, fill_flydsl_utils
+from aiter_sim.flydsl import (
+    fill_flydsl,
+    fill_flydsl_compiler,
+    fill_flydsl_kernels,
+    fill_flydsl_package,
+    fill_flydsl_utils,
+)
 from aiter_sim.fused_moe import fill_fused_moe
 from aiter_sim.operations import (
     fill_aiter,
@@ -48,6 +54,8 @@ def tree(profile, flydsl: bool) -> dict[str, Any]:
     if profile.flydsl_stages:
         names |= {"aiter.ops.flydsl": fill_flydsl, "aiter.ops.flydsl.utils": fill_flydsl_utils}
         names["aiter.ops.flydsl.moe_kernels"] = fill_flydsl_kernels
+        names["aiter.ops.flydsl.kernels"] = None
+        names["aiter.ops.flydsl.kernels.mixed_moe_gemm_2stage"] = fill_flydsl_compiler
     if flydsl:
         names["flydsl"] = fill_flydsl_package
     return names

@@ -50,6 +50,7 @@ class Profile:
     flydsl_options: tuple[int, ...] = ()  # stages with _bnt in names
     flydsl_suffixes: tuple[str, ...] = ()
     flydsl_has_sort_block_m: bool = False
+    flydsl_copies_to_lds: bool = False  # stage 2 copies 16 bytes a thread into LDS, whatever its tile
     flydsl_zeroes_out: bool = False
     flydsl_stage2_returns_out: bool = True
     flydsl_scale_rule: str = "even"  # of a stage 1 that quantizes
@@ -161,6 +162,7 @@ V13 = replace(
     flydsl_import_needs_package=False,
     flydsl_options=(1, 2),
     flydsl_suffixes=("_fp4", "_fp8", r"_sbm\d+"),
+    flydsl_copies_to_lds=True,
     flydsl_stage1_extra="out_scale=None, out_scale_sorted=None, bias1=None",
     flydsl_stage2_extra="bias2=None",
     policy_is_bool=False,
@@ -269,16 +271,21 @@ V18 = replace(
     flydsl_stage1_extra=V17.flydsl_stage1_extra,
     fused_moe_extra=V17.fused_moe_extra,
 )
-V20 = replace(
+V19_POST2 = replace(
     V19,
-    name="v0.1.20.post1",
-    version="0.1.20.post1",
-    trailing_parameters=V19.trailing_parameters + ", opus_weights_shuffled=None",
+    name="v0.1.19.post2",
+    version="0.1.19.post2",
     key_has_enum=True,
-    flydsl_version="0.3.1",
     flydsl_stage1_extra=V19.flydsl_stage1_extra + ', out_dtype="", v2_output_layout=False',
     fused_moe_extra=V19.fused_moe_extra
     + ", shared_w1=None, shared_w2=None, shared_w1_scale=None, shared_w2_scale=None, shared_expert_id=-1",
+)
+V20 = replace(
+    V19_POST2,
+    name="v0.1.20.post1",
+    version="0.1.20.post1",
+    trailing_parameters=V19_POST2.trailing_parameters + ", opus_weights_shuffled=None",
+    flydsl_version="0.3.1",
 )
 HEAD = replace(
     V20,
@@ -307,6 +314,7 @@ PROFILES: dict[str, Profile] = {
         V17,
         V18,
         V19,
+        V19_POST2,
         V20,
         HEAD,
     )

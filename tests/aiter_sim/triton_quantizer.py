@@ -18,6 +18,8 @@ def fill_triton_wrapper(sim, module):
 
     parameters = 'x, sorted_ids, num_valid_ids, token_num, topk, block_size=32, scaling_mode="even"'
     module.fused_dynamic_mxfp4_quant_moe_sort = function("fused_dynamic_mxfp4_quant_moe_sort", parameters, fused)
+    kernel = f"aiter.ops.triton._triton_kernels.{sim.profile.triton_package}fused_mxfp4_quant"
+    module._fused_dynamic_mxfp4_quant_moe_sort_kernel = sim.module(kernel)._fused_dynamic_mxfp4_quant_moe_sort_kernel
 
 
 class TritonKernel:

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import pickle
 import sys
+import types
 
 import numpy as np
 import torch
@@ -186,7 +187,21 @@ def triton_quantizer(inputs: dict) -> dict:
         out[f"codes {stage}"] = codes.view(torch.uint8).numpy()
         out[f"scales {stage}"] = scale.view(torch.uint8).numpy().reshape(-1)[at]
         out[f"shape {stage}"] = tuple(scale.shape)
+        launched, scale = launched_by_us(x, ids, valid, case)
+        out[f"launched codes {stage}"] = launched.view(torch.uint8).numpy()
+        out[f"launched scales {stage}"] = scale.view(torch.uint8).numpy().reshape(-1)[at]
     return out
+
+
+def launched_by_us(x, ids, valid, case: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of the same kernel as this package launches it for a recording, on buffers of its own."""
+    from jax_mxfp4_moe.implementations.aiter import calls, release
+
+    facts = types.SimpleNamespace(release=release.load(), problem=types.SimpleNamespace(tokens=case["tokens"]))
+    codes = torch.zeros(x.shape[0], x.shape[1] // 2, dtype=torch.uint8)
+    scales = torch.zeros(-(-len(ids) // 32) * 32, x.shape[1] // 32, dtype=torch.uint8)
+    order = calls.Sorted(ids, None, None, valid)
+    return tuple(calls._launch_triton(facts, x, case["top_k"], order, codes, scales))
 
 
 def _can_be_found(name: str) -> bool:

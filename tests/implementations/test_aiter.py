@@ -1,12 +1,14 @@
 """The aiter implementation through the real bridge against every simulated release: its numbers, its refusals, the faults it avoids."""
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import itertools
 import os
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +193,57 @@ def test_aiter_flydsl_stage_2(profile, second):
         assert any(name.startswith("flydsl_moe2") for name in sim.calls)
 
 
+T16 = release.FLYDSL_T16
+
+
+@pytest.mark.parametrize("profile", ["v0.1.12", "v0.1.12.post2"])
+def test_the_tuned_programs_flydsl_kernel_is_registered_where_aiter_makes_it_right(profile):
+    """aiter finds it by name only after it was added to its registry; it is not taken for aiter's own afterwards."""
+    with installed(profile, flydsl=True) as sim:
+        registry = sim.module("aiter.ops.flydsl.moe_kernels")._KERNEL_PARAMS
+        assert T16 not in registry
+        check(config=row(32, None, f"{T16}_sbm32"), **TRITON)
+        assert f"{T16}_sbm32" in sim.calls
+        assert {name: registry[T16][name] for name in ("tile_m", "tile_n", "tile_k", "mode")} == {
+            "tile_m": 16, "tile_n": 128, "tile_k": 128, "mode": "atomic",
+        }  # fmt: skip
+        release.detect.cache_clear()
+        again = release.load()
+        assert (again.flydsl_t16, again.flydsl_t16_registrable) == (False, True)
+
+
+def test_the_tuned_programs_flydsl_kernel_on_longer_sums_is_refused_where_aiter_cannot_compile_it(monkeypatch):
+    """More than two tiles: v0.1.12 fails in its compile function, which the refusal comes before."""
+    case = random_case(seed=4, tokens=5, experts=4, top_k=2, hidden=256, intermediate=512, dtype="bfloat16")
+    given = row(32, None, f"{T16}_sbm32")
+    with installed("v0.1.12", flydsl=True):
+        with pytest.raises(
+            ValueError, match=r"intermediate sizes of at most 256, found 512\. The nearest that may run: .*t16x128x256"
+        ):
+            call(case, prepare(case.weights, "aiter"), config=given, **TRITON)
+        monkeypatch.setattr(kernels, "FLYDSL_T16_MAX_INTERMEDIATE", 512)
+        with pytest.raises(Exception, match="attempting to create the operation"):
+            call(case, prepare(case.weights, "aiter"), config=given, **TRITON)
+
+
+@pytest.mark.parametrize("profile", ["v0.1.11", "v0.1.13", "v0.1.14", "v0.1.15"])
+def test_the_tuned_programs_flydsl_kernel_is_refused_where_it_would_be_wrong(profile, monkeypatch):
+    """Also where somebody has registered it: the program does so, whatever the release."""
+    with installed(profile, flydsl=True) as sim:
+        registry = sim.module("aiter.ops.flydsl.moe_kernels")._KERNEL_PARAMS
+        registry[T16] = dict(release._FLYDSL_T16_PARAMETERS)
+        found = release.load()
+        assert (found.flydsl_t16, found.flydsl_t16_registrable) == (False, False)
+        block_m, name = (32, f"{T16}_sbm32") if found.flydsl_sort_block_m else (16, T16)
+        with pytest.raises(ValueError, match=r"has tile_k 128|would skip its products"):
+            call(odd_case(), prepared(), config=row(block_m, names.ck_name_for(1, 32), name), **TRITON)
+        if not found.flydsl_sort_block_m:
+            return  # nothing is stored there: no answer to compare
+        monkeypatch.setattr(release, "load", lambda: dataclasses.replace(found, flydsl_t16_registrable=True))
+        y = call(odd_case(), prepared(), config=row(block_m, None, name), **TRITON)
+        assert not relative_error(np.asarray(y, np.float64), expected(activation_quant="mxfp4", **TRITON)) < 0.1
+
+
 @pytest.mark.parametrize(
     ("block_m", "first", "second", "told"),
     [
@@ -270,12 +323,66 @@ def test_aiter_results_of_two_calls_are_two_results():
 
 
 def test_aiter_through_the_host():
-    """The callback gives the same bits; a recording is refused, since aiter's functions allocate."""
+    """The callback gives the same bits."""
     with installed("v0.1.13"):
         y = check(**TRITON)
         np.testing.assert_array_equal(check(bridge="callback", **TRITON), y)
-        with pytest.raises(NotImplementedError, match="cannot be recorded"):
-            check(bridge="graph", **TRITON)
+
+
+@pytest.mark.parametrize("profile", ["v0.1.9", "v0.1.11", "v0.1.12", "v0.1.13.post1", "v0.1.16", "HEAD"])
+def test_aiter_allocates_nothing_in_a_call_that_is_recorded(profile, monkeypatch):
+    """CK rows with the Triton rule: its own kernel, on our buffers. What is compiled at first use was compiled before."""
+    given, plain = row(32), calls.run
+    runs, policies = [], []
+
+    def forbidden(*arguments, **options):
+        raise AssertionError("a tensor was made")
+
+    def run(facts, *arguments):
+        runs.append((facts.recorded, tuple(arguments[2][1].shape)))
+        if len(runs) == 1:  # the one that warms
+            return plain(facts, *arguments)
+        with monkeypatch.context() as patch:
+            for name in ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "tensor", "arange"):
+                patch.setattr(torch, name, forbidden)
+            return plain(facts, *arguments)
+
+    with installed(profile) as sim:
+        y = check(config=given, **TRITON)
+        sim.calls.clear()
+        sort = sim.aiter.moe_sorting_fwd
+        monkeypatch.setattr(sim.aiter, "moe_sorting_fwd", lambda *a: (policies.append(a[-1]), sort(*a)))
+        monkeypatch.setattr(calls, "run", run)
+        np.testing.assert_array_equal(check(config=given, bridge="graph", **TRITON), y)
+        assert sim.calls.count("_fused_dynamic_mxfp4_quant_moe_sort_kernel") == 4
+        assert not [name for name in sim.calls if "(Triton)" in name]
+    assert runs == [(True, (3, 512, 128)), (True, (6, 512, 128))]  # of 3 experts, then of all
+    assert policies == [1, 1]
+
+
+def test_aiter_calls_that_allocate_are_not_recorded(monkeypatch):
+    """Each says what it is that does."""
+    monkeypatch.setenv("JAX_MXFP4_MOE_BRIDGE", "graph")
+    second = "flydsl_moe2_afp4_wfp4_bf16_t32x128x256_atomic"
+    with installed("v0.1.13", flydsl=True) as sim:
+        for told, options in (
+            ("its HIP quantizer allocates what it returns", {"config": row(32), **HALF_UP}),
+            ("its split-K stage 1 allocates", {"activation_quant": None}),
+            ("its FlyDSL stages allocate", {"config": row(32, None, second), **TRITON}),
+            (
+                r"several kernels \(dispatch_policy 2\) allocates a workspace",
+                {"config": row(32, dispatch_policy=2), **TRITON},
+            ),
+            ("its fused_moe allocates", {"config": "vendor", **HALF_UP}),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=rf"bridge='graph' .*cannot be recorded: .*{told}.*bridge='eager'"
+            ):
+                check(**options)
+        kernel = sim.module(release.load().triton_quant)._fused_dynamic_mxfp4_quant_moe_sort_kernel
+        kernel.arg_names.append("stride_new")
+        with pytest.raises(NotImplementedError, match="arguments that are not known: stride_new"):
+            check(config=row(32), **TRITON)
 
 
 def test_aiter_weights_are_unprepared_inside_jit():
@@ -412,15 +519,117 @@ def test_aiter_own_rows_that_quantize_inside_stage_1_run_without(profile, suffix
 
 def test_aiter_runs_other_kernels_where_its_fused_moe_is_refused(monkeypatch):
     """aiter's own row is one that only its `fused_moe` can run; where what it resolves must not run, neither may the row."""
-    first, second = "flydsl_moe1_afp4_wfp4_bf16_t32x64x256", names.ck_name_for(2, 32)
-    own = config.row(64, 256, 256, 6, 3, block_m=32, kernelName1=f"{first}_gui", kernelName2=second, us=1.0)
+    first, second = "flydsl_moe1_afp4_wfp4_bf16_t32x64x256", "flydsl_moe2_afp4_wfp4_bf16_t32x128x256_reduce"
+    own = config.row(64, 256, 256, 6, 3, block_m=32, kernelName1=first, kernelName2=second, us=1.0)
     monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
-    problem = odd_case().problem(activation_quant="mxfp4", **RCEIL)
-    with installed("v0.1.17", flydsl=True):
+    problem = odd_case().problem(activation_quant="mxfp4", **HALF_UP)
+    with installed("v0.1.13", flydsl=True):
         assert AITER.configs(problem, "cpu")[0]["pipeline"] == "vendor"
         monkeypatch.setattr(kernels, "rounds_by_own_rule", lambda metadata: True)
         chosen = AITER.configs(problem, "cpu")[0]
         assert (chosen["pipeline"], chosen["kernel_name1"], chosen["block_m"]) == ("two_stage", first, 32)
+
+
+@pytest.mark.parametrize(
+    ("experts", "intermediate", "top_k", "us"), [(257, 512, 9, "206.9"), (32, 2048, 8, "239"), (257, 256, 9, "111.8")]
+)
+@pytest.mark.parametrize("profile", ["v0.1.16.post6", "v0.1.18", "v0.1.19.post2", "v0.1.20.post1", "HEAD"])
+def test_the_default_is_aiters_fused_moe_where_its_newer_pipeline_has_the_best_figure(
+    profile, experts, intermediate, top_k, us, monkeypatch
+):
+    own = config.row(
+        128, 7168, intermediate, experts, top_k, block_m=16, kernelName1="flydsl_mxmoe_g1_a4w4_16x256x256_f16in_nt",
+        kernelName2="flydsl_mxmoe_g2_a4w4_16x256x256_atomic", us=1.0,
+    )  # fmt: skip
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+    problem = MoeProblem(100, top_k, experts, 7168, intermediate, activation_quant="mxfp4", **RCEIL)
+    with installed(profile, flydsl=True) as sim:
+        chosen = AITER.configs(problem, "cpu")[0]
+        assert chosen["pipeline"] == "vendor"
+        assert f"ROCm/aiter pull requests 3470, 3788, 3832, MI355X: {us} us a layer" in chosen.source
+        assert sim.aiter._version.__version__ in chosen.source
+
+
+def test_the_default_names_aiters_own_row_where_that_is_the_figure_there_is(monkeypatch):
+    """A shape of which the shipped table knows figures of other kernels only."""
+    first, second = "flydsl_moe1_afp4_wfp4_bf16_t32x128x256", "flydsl_moe2_afp4_wfp4_bf16_t32x128x256_atomic"
+    own = config.row(128, 7168, 512, 257, 9, block_m=32, kernelName1=first, kernelName2=second, us=143.25)
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+    problem = MoeProblem(100, 9, 257, 7168, 512, activation_quant="mxfp4", **RCEIL)
+    with installed("v0.1.18", flydsl=True):
+        chosen = AITER.configs(problem, "cpu")[0]
+        assert (chosen["pipeline"], chosen["block_m"]) == ("two_stage", 0)
+        assert (
+            "tuned_fmoe.csv line 2; aiter's own row, which it chooses itself: 143.25 us for both products"
+            in chosen.source
+        )
+    other = dataclasses.replace(problem, experts=256)
+    with installed("v0.1.18", flydsl=True):
+        assert "no row for the shape: no time recorded" in AITER.configs(other, "cpu")[0].source
+
+
+def test_aiter_own_fused_moe_without_the_flydsl_of_its_row_is_refused(monkeypatch):
+    """From v0.1.18 on it hands the name of a FlyDSL kernel to its assembly; earlier ones drop the row."""
+    first, second = "flydsl_moe1_afp4_wfp4_bf16_t32x128x256", "flydsl_moe2_afp4_wfp4_bf16_t32x128x256_atomic"
+    own = config.row(64, 256, 256, 6, 3, block_m=32, kernelName1=first, kernelName2=second, us=1.0)
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+    for profile in ("v0.1.18", "HEAD"):
+        with installed(profile):
+            with pytest.raises(
+                ValueError, match=rf"would look for {first} among its kernels in assembly: install the flydsl"
+            ):
+                call(odd_case(), prepared(), config="vendor", **RCEIL)
+            check(**RCEIL)  # the default goes around it
+    with installed("v0.1.17"):
+        check(config="vendor", **RCEIL)
+
+
+def _write_rows(path, *rows):
+    """A table as aiter's tuner writes it."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, config.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("profile", ["v0.1.11", "v0.1.16", "HEAD"])
+def test_aiter_own_fused_moe_with_a_wrong_row_of_the_users_is_refused(profile, tmp_path, monkeypatch):
+    """The tuned program's pairing, in a file of the user's: fused_moe runs it, and is wrong; the default runs the nearest right row."""
+    names_of_row = {"kernelName1": names.ck_name_for(1, 128), "kernelName2": names.ck_name_for(2, 32)}
+    path = _write_rows(tmp_path / "mine.csv", config.row(64, 256, 256, 6, 3, block_m=32, us=1.0, **names_of_row))
+    monkeypatch.setenv("AITER_CONFIG_FMOE", str(path))
+    rule = TRITON if profile == "v0.1.11" else RCEIL
+    with installed(profile):
+        with pytest.raises(
+            ValueError, match=r"its fused_moe would give wrong numbers .*multiplies 128 rows.*: correct the row"
+        ):
+            call(odd_case(), prepared(), config="vendor", **rule)
+        with pytest.warns(tables.RowReplacedWarning, match="multiplies 128 rows"):
+            check(**rule)
+        monkeypatch.setattr(kernels, "wrong_anyhow", lambda *_: None)
+        jax.clear_caches()
+        y = call(odd_case(), prepared(), config="vendor", **rule)
+        right = expected(activation_quant="mxfp4", **rule)
+        assert not relative_error(np.asarray(y, np.float64), right) < 0.1
+
+
+@pytest.mark.parametrize("profile", ["v0.1.16.post6", "v0.1.18", "HEAD"])
+def test_a_row_of_the_users_that_only_aiters_fused_moe_can_run_is_left_to_it(profile, tmp_path, monkeypatch):
+    """As it is, by the rule that it rounds by; by another rule kernels of the two-stage calls stand in, and that is told."""
+    names_of_row = {f"kernelName{n}": f"flydsl_mxmoe_g{n}_a4w4_16x256x256" for n in (1, 2)}
+    path = _write_rows(tmp_path / "mine.csv", config.row(64, 256, 256, 6, 3, block_m=16, us=9.5, **names_of_row))
+    monkeypatch.setenv("AITER_CONFIG_FMOE", str(path))
+    problem = odd_case().problem(activation_quant="mxfp4", **RCEIL)
+    with installed(profile, flydsl=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            chosen = AITER.configs(problem, "cpu")[0]
+        assert chosen["pipeline"] == "vendor"
+        assert "mine.csv line 2; a row that only aiter's fused_moe can run: 9.5 us for both products" in chosen.source
+        with pytest.warns(tables.RowReplacedWarning, match="follows a protocol of its own"):
+            chosen = AITER.configs(dataclasses.replace(problem, **TRITON), "cpu")[0]
+        assert (chosen["pipeline"], chosen["kernel_name1"]) == ("two_stage", names.ck_name_for(1, 32))
 
 
 def test_aiters_own_choice_is_asked_again_when_its_settings_change(monkeypatch):
@@ -502,8 +711,8 @@ FULL = release.Release(flydsl=True, flydsl_stages=(1, 2), flydsl_sort_block_m=Tr
     ],
 )  # fmt: skip
 def test_what_aiter_resolves_is_refused_where_it_would_be_wrong(fields, told):
-    assert kernels.unsupported(metadata(), FULL) is None
-    sentence = kernels.unsupported(metadata(**fields), FULL)
+    assert kernels.unsupported(metadata(), 256, FULL) is None
+    sentence = kernels.unsupported(metadata(**fields), 256, FULL)
     assert told in sentence
 
 
@@ -517,14 +726,14 @@ def test_what_aiter_resolves_is_refused_where_it_would_be_wrong(fields, told):
 )
 def test_what_aiter_resolves_is_judged_by_the_release(change, stage2, told):
     resolved = metadata(stage2=("_flydsl_stage2_wrapper", stage2))
-    assert kernels.unsupported(resolved, FULL) is None
-    assert told in kernels.unsupported(resolved, dataclasses.replace(FULL, **change))
+    assert kernels.unsupported(resolved, 256, FULL) is None
+    assert told in kernels.unsupported(resolved, 256, dataclasses.replace(FULL, **change))
 
 
 def test_aiter_split_k_in_the_wrong_order_is_refused():
     resolved = metadata(stage1=("cktile_moe_stage1", ""), stage2=("cktile_moe_stage2", ""), block_m=16, ksplit=2)
-    assert kernels.unsupported(resolved, FULL) is None
-    assert "in another order" in kernels.unsupported(resolved, dataclasses.replace(FULL, split_k="interleaved"))
+    assert kernels.unsupported(resolved, 256, FULL) is None
+    assert "in another order" in kernels.unsupported(resolved, 256, dataclasses.replace(FULL, split_k="interleaved"))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

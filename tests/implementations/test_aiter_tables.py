@@ -19,10 +19,10 @@ from jax_mxfp4_moe.tuning import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 BY_VERSION = {known.version: known for known in RELEASES}
-V9, V10, V11, V12, V13P1, V14, V16, V17 = (
+V9, V10, V11, V12, V13, V13P1, V14, V16, V17 = (
     BY_VERSION[v]
     for v in (
-        "v0.1.9", "v0.1.10", "v0.1.11", "v0.1.12", "v0.1.13.post1", "v0.1.14, v0.1.15", "v0.1.16", "v0.1.17",
+        "v0.1.9", "v0.1.10", "v0.1.11", "v0.1.12", "v0.1.13", "v0.1.13.post1", "v0.1.14, v0.1.15", "v0.1.16", "v0.1.17",
     )
 )  # fmt: skip
 CASES = [pytest.param(known, id=what) for what, known in known_releases.cases()]
@@ -40,10 +40,18 @@ SHAPES = [
 ]
 
 
+NATIVE = {  # experts, intermediate, slots -> us of 4 to 2048 tokens by aiter's newer pipeline, as its pull requests report them
+    (257, 256, 9): (33.4, 43.0, 51.0, 66.7, 98.1, 111.8, 144.2, 197.7, 265.1, 415.5),
+    (257, 512, 9): (44.0, 56.5, 96.0, 118.4, 161.0, 206.9, 240.0, 302.7, 378.1, 534.5),
+    (32, 2048, 8): (91.1, 103.0, 125.6, 145.7, 164.5, 239.0, 274.9, 423.1, 538.2, 924.8),
+}
+
+
 def row(block_m=32, k1=None, k2=None, *, token=128, **more):
     k1 = CK1("256x32x128x128_1x4") if k1 is None else k1
     k2 = CK2("256x32x128x128_1x4") if k2 is None else k2
-    return tables.Row(token, 7168, 512, 33, 9, block_m, more.pop("ksplit", 0), k1, k2, **more)
+    sizes = token, 7168, more.pop("inter_dim", 512), 33, 9
+    return tables.Row(*sizes, block_m, more.pop("ksplit", 0), k1, k2, **more)
 
 
 def of_shape(name="r257i256_m16", **changes):
@@ -91,11 +99,15 @@ def test_aiter_default_table_has_the_recorded_figures():
     ]  # fmt: skip
     reference = {(r.token, r.inter_dim, r.expert): r.layer_us for r in rows if r.layer_us and not r.kernel_name1}
     assert reference == dict(zip(SHAPES, (152.7, 239.0, 336.5, 106.2, 141.1, 225.0, 380.4), strict=True))
-    native = [(r.token, r.layer_us) for r in rows if r.layer_us and r.kernel_name1]
-    assert native == [
-        (4, 33.4), (8, 43.0), (16, 51.0), (32, 66.7), (64, 98.1), (128, 111.8), (256, 144.2), (512, 197.7), (1024, 265.1), (2048, 415.5),
-    ]  # fmt: skip
-    assert all(r.source for r in rows)
+    for sizes, us in NATIVE.items():
+        found = [
+            (r.token, r.layer_us)
+            for r in rows
+            if r.layer_us and r.kernel_name1 and (r.expert, r.inter_dim, r.topk) == sizes
+        ]
+        assert found == list(zip((4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048), us, strict=True))
+    assert sum(bool(r.layer_us and r.kernel_name1) for r in rows) == 30
+    assert all(r.source and r.model_dim == 7168 for r in rows)
 
 
 def test_aiter_default_rows_are_right_on_the_releases_they_were_recorded_on():
@@ -197,7 +209,7 @@ def test_aiter_tags_are_read_as_the_release_reads_them(tag_filter, read):
 
 # --- refusals --------------------------------------------------------------------------------------------------------
 
-F11, F12, F16, F17 = map(with_flydsl, (V11, V12, V16, V17))
+F11, F12, F13, F14, F16, F17 = map(with_flydsl, (V11, V12, V13, V14, V16, V17))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +240,12 @@ F11, F12, F16, F17 = map(with_flydsl, (V11, V12, V16, V17))
         (row(k1=FLY1("64x64x256_w3")), F12, "has tiles of 64 rows"),
         (row(64, FLY1("32x64x256_w3_sbm64"), CK2("256x64x128x128_1x4")), F12, "has tiles of 32 rows and expects rows sorted by 32"),
         (row(16, FLY1("16x64x256_w3"), FLY2("16x128x256_atomic")), F12, "t16x64x256_w3 has tiles of 16 rows, .* needs 32 or more"),
-        (row(k2=f"{FLYDSL_T16}_sbm32"), F12, "would skip its products with tile_k 128"),
+        (row(k2=f"{FLYDSL_T16}_sbm32"), F12, "can be compiled by this aiter for intermediate sizes of at most 256, found 512"),
+        (row(k2=f"{FLYDSL_T16}_sbm64", inter_dim=256), F12, "expects rows sorted by 64, found block_m 32"),
+        (row(k2=f"{FLYDSL_T16}_bnt2_sbm32", inter_dim=256), F12, "has tile_k 128, for which this aiter has no right kernel"),
+        (row(k2=FLY2("32x128x128_atomic"), inter_dim=256), F12, "has tile_k 128"),
+        (row(k2=f"{FLYDSL_T16}_sbm32", inter_dim=256), F13, "has tile_k 128"),
+        (row(k2=f"{FLYDSL_T16}_sbm32", inter_dim=256), F14, "has tile_k 128"),
         (row(k2=FLYDSL_T16), F16, "expects rows sorted by 16, found block_m 32"),
         # FlyDSL: other forms.
         (row(k1=FLY1("32x64x256_w3_fp4")), F16, "quantizes inside stage 1"),
@@ -263,6 +280,8 @@ def test_aiter_refuses_rows_that_would_be_wrong(asked, installed, told):
         (row(k1=FLY1("32x64x256_w3_kb4_go"), k2=FLY2("32x256x256_atomic_bnt2_persist")), F12),
         (row(k1=FLY1("32x128x256_w3"), k2=FLY2("32x128x256_reduce")), F17),
         (row(k2=f"{FLYDSL_T16}_sbm32"), F16),
+        (row(k2=f"{FLYDSL_T16}_sbm32", inter_dim=256), F12),
+        (row(64, CK1("256x64x128x128_1x4"), f"{FLYDSL_T16}_sbm64", inter_dim=256), F12),
         (row(16, "", "", ksplit=2, token=16), V10),
         (row(16, "placeholder", "placeholder", ksplit=2, token=2047), V14),
         (row(32, "placeholder", "placeholder", ksplit=2, token=2048), V14),
@@ -283,6 +302,9 @@ def test_an_aiter_kernel_must_be_registered():
     assert "is not registered in this aiter" in tables.verdict(asked, F16, registry={twin})
     other = row(k2=FLY2("32x128x256_atomic"))
     assert "is not registered" in tables.verdict(other, F16, registry={FLY2("32x128x256_reduce")})
+    short = dataclasses.replace(asked, inter_dim=256)
+    assert tables.verdict(short, F12, registry={}) is None  # it will be
+    assert "is not registered in this aiter" in tables.verdict(short, F16, registry={})
 
 
 def test_both_faults_of_an_aiter_row_are_told():
@@ -314,6 +336,7 @@ def test_aiter_seed_rows_are_right_after_replacement(preset, installed):
         ((32, CK1("256x128x128x128_1x4"), FLYDSL_T16), V11, 32, CK1("256x32x128x128_1x4"), CK2("256x32x128x128_1x4")),
         ((64, CK1("256x128x128x128_1x4"), FLYDSL_T16), F11, 64, CK1("256x64x128x128_1x4"), FLY2("64x128x256_atomic")),
         ((32, CK1("256x128x128x128_1x4"), FLYDSL_T16), F12, 32, CK1("256x32x128x128_1x4"), FLY2("16x128x256_atomic_sbm32")),
+        ((32, CK1("256x128x128x128_1x4"), FLYDSL_T16), F14, 32, CK1("256x32x128x128_1x4"), FLY2("16x128x256_atomic_sbm32")),
         ((32, CK1("256x128x128x128_1x4"), FLYDSL_T16), F16, 32, CK1("256x32x128x128_1x4"), f"{FLYDSL_T16}_sbm32"),
         ((32, FLY1("32x64x256_w3_fp4"), FLY2("32x128x256_atomic")), F16, 32, FLY1("32x64x256_w3"), FLY2("32x128x256_atomic")),
         ((64, FLY1("32x64x256_w3"), FLY2("64x128x256_atomic")), F12, 64, FLY1("64x64x256_w3"), FLY2("64x128x256_atomic")),
@@ -327,6 +350,24 @@ def test_the_nearest_aiter_row_keeps_what_it_can(asked, installed, block_m, k1, 
     assert (runs.block_m, runs.kernel_name1, runs.kernel_name2) == (block_m, k1, k2)
     assert runs.replaces
     assert "in the place of a row that is refused: " in runs.config().source
+
+
+def test_the_tuned_programs_stage_2_is_kept_where_it_can_be_registered_for_aiter():
+    """Of its own rows those with an intermediate size of 256; what runs for them says so."""
+    asked = {r.key[1:5:2]: r for r in tables.preset_rows("seed_dispatch") if not r.ksplit}
+    for known, kept in ((F12, {(128, 256), (512, 256)}), (F14, set()), (F16, set(asked))):
+        runs = {key: tables.nearest_legal(r, known) for key, r in asked.items()}
+        assert {key for key, r in runs.items() if r.kernel_name2.startswith(FLYDSL_T16)} == kept
+        told = known_releases.verdicts(known, {})
+        for key, r in asked.items():
+            line = next(
+                t for n, t in told.items() if n.startswith(f"seed_dispatch M{r.token} E{r.expert} I{r.inter_dim}:")
+            )
+            assert line.endswith("(registered by us), eager") == (known is F12 and key in kept), line
+    asked = dataclasses.replace(
+        asked[128, 256], kernel_name1=CK1("256x32x128x128_1x4"), kernel_name2=f"{FLYDSL_T16}_sbm32"
+    )
+    assert known_releases.describe(asked, F12).endswith("_sbm32 (registered by us)")
 
 
 def test_only_a_stage_2_of_aiter_is_told_what_rows_are_sorted_by():
@@ -411,7 +452,8 @@ def test_aiter_vendor_and_own_choice_have_every_shape():
     ("installed", "token", "rule"),
     [
         (V11, 1024, ("even", "half_away")), (V11, 2048, ("half_up", "nearest_even")),
-        (BY_VERSION["v0.1.12.post2, v0.1.13"], 16, ("half_up", "nearest_even")), (V16, 16, ("rceil", "nearest_even")),
+        (BY_VERSION["v0.1.12.post2"], 16, ("half_up", "nearest_even")), (V13, 16, ("half_up", "nearest_even")),
+        (V16, 16, ("rceil", "nearest_even")),
         (Release(), 16, None),
     ],
 )  # fmt: skip
@@ -458,6 +500,41 @@ def test_a_native_figure_counts_only_where_aiters_own_table_names_those_kernels(
     assert select(of_shape(), installed).us == 65.4857  # another rule
 
 
+@pytest.mark.parametrize(("experts", "intermediate", "top_k"), NATIVE)
+@pytest.mark.parametrize(("tokens", "token", "place"), [(3, 4, 0), (16, 16, 2), (100, 128, 5), (2000, 2048, 9)])
+def test_the_layer_goes_to_aiters_newer_pipeline_where_its_figure_is_the_best(
+    experts, intermediate, top_k, tokens, token, place, monkeypatch
+):
+    """On the releases that have it, if their table names it for the shape; the source says whose figure it is."""
+    problem = MoeProblem(
+        tokens,
+        top_k,
+        experts,
+        7168,
+        intermediate,
+        activation_quant="mxfp4",
+        scale_rule="rceil",
+        rounding="nearest_even",
+    )
+    blank = dataclasses.replace(tables.blank(problem, token), block_m=16)
+    for prefix, picked in (
+        ("flydsl_mxmoe_g{}_a4w4_16x256x256", True),
+        ("flydsl_moe{}_afp4_wfp4_bf16_t32x128x256", False),
+    ):
+        own = dataclasses.replace(blank, kernel_name1=prefix.format(1), kernel_name2=prefix.format(2))
+        monkeypatch.setattr(tables, "own_rows", lambda own=own: (own,))
+        for version in ("0.1.16.post6", "0.1.18", "0.1.20.post1", "0.1.21.dev3"):
+            chosen = select(problem, at(F17, version), token=token)
+            by_figure = chosen is not None and chosen.layer_us == NATIVE[experts, intermediate, top_k][place]
+            assert by_figure == picked
+            if picked:
+                assert chosen.pipeline == "vendor"
+                assert "ROCm/aiter pull requests 3470, 3788, 3832, MI355X: " in chosen.config().source
+                assert f"{chosen.layer_us:g} us a layer" in chosen.config().source
+        asked = dataclasses.replace(problem, scale_rule="even", rounding="half_away")
+        assert getattr(select(asked, at(F17, "0.1.18"), token=token), "pipeline", None) != "vendor"  # another rule
+
+
 def test_an_aiter_figure_of_the_layer_counts_only_where_its_rule_is_known(monkeypatch):
     """The shipped row names no kernels; aiter's own row for the shape may name one that rounds by a rule of its own."""
     problem = dataclasses.replace(of_shape("r33i512_m128"), scale_rule="rceil", rounding="nearest_even")
@@ -476,9 +553,10 @@ def test_aiters_own_row_that_only_fused_moe_can_run(monkeypatch):
         monkeypatch.setattr(tables, "own_rows", lambda: (dataclasses.replace(blank, kernel_name1=first),))
         return select(asked, F17)
 
-    assert chosen(FLY1("32x64x256_w3_gui")).pipeline == "vendor"
+    assert chosen("flydsl_mxmoe_g1_a4w4_16x256x256").pipeline == "vendor"
     by_another_rule = dataclasses.replace(problem, scale_rule="even", rounding="half_away")
     for first, asked in (
+        ("32x64x256_w3_gui", problem),  # wrong in fused_moe as well, which has these weights
         ("32x64x256_w3_gui", by_another_rule),
         ("32x64x256_w3_fp4", problem),
     ):  # the latter has none known

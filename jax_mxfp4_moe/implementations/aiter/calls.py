@@ -4,6 +4,9 @@ Imports torch and aiter when called; `implementation.py` does neither. Rules tha
 field: the sorting uses the block_m that aiter resolved, not the row's; every view of the weights is marked `is_shuffled`, since marks are
 lost with the view; stage 1's return value is used, since some of its functions ignore the buffer they are given; stage 2's is not, since
 some return nothing; the result is zeroed by the sorting of the same call, since stage 2 adds to it; nothing outlives the call.
+
+aiter's functions allocate, so calls are not recorded unless that is asked for, and then only where none of them does: the sorting by one
+kernel, the Triton quantizer's own kernel on buffers of the caller's, and CK's two stages.
 """
 
 from __future__ import annotations
@@ -14,11 +17,15 @@ import importlib
 from typing import Any, NamedTuple
 
 from jax_mxfp4_moe.implementations.aiter import kernels
-from jax_mxfp4_moe.implementations.aiter.layout import SCALE_ROWS, padded
+from jax_mxfp4_moe.implementations.aiter.layout import SCALE_COLUMNS, SCALE_ROWS, padded
 from jax_mxfp4_moe.implementations.aiter.release import Release
 from jax_mxfp4_moe.implementations.base import Operands, Pipeline
 from jax_mxfp4_moe.implementations.torch_call import BufferSpec, carve
+from jax_mxfp4_moe.mxfp4 import BLOCK
 from jax_mxfp4_moe.problem import MoeProblem
+
+TRITON_KERNEL = "_fused_dynamic_mxfp4_quant_moe_sort_kernel"
+"""The kernel that the fused Triton quantizer launches, by its name in the quantizer's module."""
 
 
 class Stack(NamedTuple):
@@ -63,12 +70,14 @@ class Facts:
       release: the installed aiter.
       metadata: what `get_2stage_cfgs` resolved for it; `kernels.unsupported` found no fault.
       dispatch_policy: of the sorting: 0 aiter chooses, 1 one kernel, 2 several.
+      recorded: the calls go into a command buffer: `allocates` is None, and nothing is allocated.
     """
 
     problem: MoeProblem
     release: Release
     metadata: Any
     dispatch_policy: int
+    recorded: bool = False
 
     @functools.cached_property
     def block_m(self) -> int:
@@ -81,6 +90,24 @@ class Facts:
         if kernels.splits_k(self.metadata):
             return None
         return self.release.activation_rules[self.problem.scale_rule, self.problem.rounding]
+
+    @functools.cached_property
+    def allocates(self) -> str | None:
+        """What in these calls allocates memory of torch's, which a recording must not, as a clause; None if nothing has to."""
+        if kernels.splits_k(self.metadata):
+            return "its split-K stage 1 allocates what it sums into"
+        if not kernels.writes_what_is_given(self.metadata):
+            return "its FlyDSL stages allocate tensors of their own"
+        if self.quantizer != "triton":
+            return "its HIP quantizer allocates what it returns (scale_rule='even', rounding='half_away' goes by one that need not)"
+        if self.dispatch_policy == 2:
+            return "its sorting by several kernels (dispatch_policy 2) allocates a workspace"
+        unknown = (
+            set(_triton_kernel(self.release).arg_names) - _triton_arguments(self, 1, 1, BLOCK, None, None, None).keys()
+        )
+        return (
+            f"its Triton quantizer has arguments that are not known: {', '.join(sorted(unknown))}" if unknown else None
+        )
 
     @functools.cached_property
     def stage1_options(self) -> dict[str, Any]:
@@ -108,12 +135,18 @@ class Facts:
     def buffers(self) -> dict[str, BufferSpec]:
         """Everything that aiter's functions write into buffers of the caller's; their other allocations are torch's."""
         p = self.problem
+        quantized = {}
+        for name, rows, length in (("x", p.tokens, padded(p.hidden)), ("h", p.rows, padded(p.intermediate))):
+            sorted_rows = -(-self.positions // SCALE_ROWS) * SCALE_ROWS
+            quantized[f"{name}_codes"] = BufferSpec((rows, length // 2), "uint8")
+            quantized[f"{name}_scales"] = BufferSpec((sorted_rows, length // BLOCK), "uint8")
         return {
             "ids": BufferSpec((self.positions,), "int32"),
             "weights": BufferSpec((self.positions,), "float32"),
             "experts": BufferSpec((-(-self.positions // self.block_m),), "int32"),
             "valid": BufferSpec((2,), "int32"),
             "h": BufferSpec((p.tokens, p.top_k, padded(p.intermediate)), "bfloat16"),
+            **(quantized if self.recorded else {}),
         }
 
 
@@ -130,7 +163,7 @@ class AiterSteps:
 
     def __init__(self, facts: Facts, operands: Operands, mask: Any, buffers: dict[str, Any], y: Any):
         self.facts, self.operands, self.mask, self.y = facts, operands, mask, y
-        self.h = buffers["h"]
+        self.h, self.buffers = buffers["h"], buffers
         self.sorted = Sorted(*(buffers[name] for name in ("ids", "weights", "experts", "valid")))
 
     def route(self, topk_ids: Any) -> Sorted:
@@ -140,7 +173,7 @@ class AiterSteps:
         facts, order = self.facts, self.sorted
         aiter.moe_sorting_fwd(
             topk_ids, self.operands.topk_weights, *order, self.y,
-            facts.sorted_experts, facts.block_m, self.mask, None, facts.dispatch_policy,
+            facts.sorted_experts, facts.block_m, self.mask, None, 1 if facts.recorded else facts.dispatch_policy,
         )  # fmt: skip
         return order
 
@@ -149,7 +182,11 @@ class AiterSteps:
         quantizer = self.facts.quantizer
         if quantizer is None:
             return x
-        top_k = 1 if x is self.operands.x else self.facts.problem.top_k
+        first = x is self.operands.x
+        top_k = 1 if first else self.facts.problem.top_k
+        if self.facts.recorded:
+            codes, scales = (self.buffers[f"{'x' if first else 'h'}_{part}"] for part in ("codes", "scales"))
+            return _launch_triton(self.facts, x.view(-1, x.shape[-1]), top_k, self.sorted, codes, scales)
         return _QUANTIZERS[quantizer](self.facts, x.view(-1, x.shape[-1]), top_k, self.sorted)
 
     def stage1(self, x: Any, gate_up: Stack, bias: None, topk_weights: Any, routing: Sorted) -> Any:
@@ -180,6 +217,40 @@ def _quantize_triton(facts: Facts, rows: Any, top_k: int, order: Sorted) -> Quan
     assert facts.release.triton_quant is not None
     fused = importlib.import_module(facts.release.triton_quant).fused_dynamic_mxfp4_quant_moe_sort
     return Quantized(*fused(rows, **_sorting(facts, order), topk=top_k, block_size=max(facts.block_m, SCALE_ROWS)))
+
+
+def _triton_kernel(release: Release) -> Any:
+    return getattr(importlib.import_module(str(release.triton_quant)), TRITON_KERNEL)
+
+
+def _triton_arguments(
+    facts: Facts, rows: int, top_k: int, length: int, x: Any, codes_and_scales: Any, order: Sorted | None
+) -> dict[str, Any]:
+    """All arguments that the Triton kernel has in any release, for `rows` rows of `length`; tensors may be None."""
+    codes, scales = codes_and_scales or (None, None)
+    blocks = length // BLOCK
+    row_tile = -(-blocks // SCALE_COLUMNS) * SCALE_ROWS * SCALE_COLUMNS
+    return {
+        "x_ptr": x, "x_fp4_ptr": codes, "sorted_ids_ptr": order and order.ids, "num_valid_ids_ptr": order and order.valid,
+        "blockscale_e8m0_sorted_ptr": scales, "Mx": rows, "Nx": length, "scaleNx": blocks, "M_i": rows, "N_i": blocks,
+        "stride_x_m": length, "stride_x_n": 1, "stride_x_fp4_m": length // 2, "stride_x_fp4_n": 1,
+        # Of the scales as [tiles of rows, tiles of blocks, 4, 16, 4], outermost first.
+        "stride_o3": row_tile, "stride_o2": 256, "stride_o1": 64, "stride_o0": 4, "stride_o4": 1,
+        "token_num": facts.problem.tokens, "MXFP4_QUANT_BLOCK_SIZE": BLOCK, "BLOCK_SIZE_Mx": 32 if rows <= 32 else 128,
+        "BLOCK_SIZE_M": SCALE_ROWS // 2, "BLOCK_SIZE_N": SCALE_COLUMNS // 2, "TOPK": top_k,
+    }  # fmt: skip
+
+
+def _launch_triton(facts: Facts, rows: Any, top_k: int, order: Sorted, codes: Any, scales: Any) -> Quantized:
+    """What the fused Triton quantizer does, with its results in buffers of the caller's: uint8, of `Facts.buffers`."""
+    import aiter
+
+    kernel = _triton_kernel(facts.release)
+    given = _triton_arguments(facts, len(rows), top_k, rows.shape[1], rows, (codes, scales), order)
+    quantizing = -(-given["Mx"] // given["BLOCK_SIZE_Mx"]) * given["N_i"]
+    sorting = -(-len(order.ids) // SCALE_ROWS) * -(-given["N_i"] // SCALE_COLUMNS)
+    kernel[(quantizing + sorting,)](**{name: given[name] for name in kernel.arg_names})
+    return Quantized(codes.view(aiter.dtypes.fp4x2), scales.view(aiter.dtypes.fp8_e8m0))
 
 
 def _quantize_hip(facts: Facts, rows: Any, top_k: int, order: Sorted) -> Quantized:
@@ -224,6 +295,32 @@ def run(facts: Facts, slots: Any, pipeline: Pipeline, inputs: list, outputs: lis
     buffers = dict(zip(facts.buffers, carve(workspace, slots), strict=True))
     operands = Operands(x, weights_of(stacks), topk_weights, topk_ids)  # type: ignore[arg-type]
     pipeline(AiterSteps(facts, operands, mask, buffers, outputs[0]), operands)
+
+
+def warm(facts: Facts, slots: Any, workspace_bytes: int, pipeline: Pipeline, device: Any) -> None:
+    """Runs the calls of a recording once, ahead of it: aiter compiles kernels and loads modules when they are first used.
+
+    The tensors are of the recording's sizes, but for the weights, which are of as many experts as one token names.
+    """
+    import torch
+
+    p, hidden, intermediate = facts.problem, padded(facts.problem.hidden), padded(facts.problem.intermediate)
+    experts = min(p.experts, p.top_k)
+
+    def stack(rows: int, length: int) -> list[Any]:
+        shapes = (experts, rows, length // 2), (experts, rows, length // BLOCK)
+        return [torch.zeros(shape, dtype=torch.uint8, device=device) for shape in shapes]
+
+    slot = torch.arange(p.top_k, dtype=torch.int32, device=device)
+    ids = torch.where(slot < experts, slot, p.experts + slot).expand(p.tokens, -1).contiguous()
+    mask = (torch.arange(facts.sorted_experts, device=device) < p.experts).to(torch.int32)
+    x = torch.zeros((p.tokens, hidden), dtype=torch.bfloat16, device=device)
+    topk_weights = torch.zeros(ids.shape, dtype=torch.float32, device=device)
+    inputs = [x, *stack(2 * intermediate, hidden), *stack(hidden, intermediate), topk_weights, ids, mask]
+    workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=device)
+    run(facts, slots, pipeline, inputs, [torch.empty_like(x)], workspace)
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
 
 
 def run_vendor(inputs: list, outputs: list, workspace: None) -> None:

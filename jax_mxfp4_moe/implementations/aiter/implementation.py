@@ -1,7 +1,8 @@
 """`aiter`: AMD's two-stage MXFP4 kernels (CK and FlyDSL) on XLA's buffers, through the bridge. MI355X (gfx950).
 
-aiter's Python functions allocate and look things up, so the calls are not recorded into command buffers: every call runs this
-Python. Weights must be prepared: their layout is aiter's own.
+aiter's Python functions allocate and look things up, so the calls are not recorded into command buffers, and every call runs this
+Python; with bridge='graph', those rows are recorded whose functions need not allocate. Weights must be prepared: their layout is
+aiter's own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -91,7 +93,13 @@ class AiterImplementation(Implementation):
         if row is None:
             row = tables.select(problem, found, tables.OWN_CHOICE)
             assert row is not None
-            row = dataclasses.replace(row, source="no row for the shape")
+            own = tables.own_row(problem, found)
+            if own is None:
+                row = dataclasses.replace(row, source="no row for the shape")
+            else:
+                row = dataclasses.replace(
+                    row, table=own.table, us=own.us, source="aiter's own row, which it chooses itself"
+                )
         return [_named(row, found)]
 
     def preset(self, name: str, problem: MoeProblem, platform: str) -> Config:
@@ -130,17 +138,28 @@ class AiterImplementation(Implementation):
             name=f"aiter {problem}",
             inputs=tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves),
             outputs=(BufferSpec((problem.tokens, hidden), "bfloat16"),),
-            capturable=self.capturable,
         )
         key = ("aiter", problem, config.items, found)
+        recorded = (bridge or os.environ.get(torch_call.ENVIRONMENT_VARIABLE)) == "graph"
         if vendor:
+            if recorded:
+                raise _cannot_be_recorded("its fused_moe allocates", config, problem, found)
             y = torch_call.call(plan(key=key, run=calls.run_vendor), *leaves, bridge=bridge)[0]
             y = jnp.where(extra[:, None], y, 0)
         else:
-            facts = calls.Facts(problem, found, _resolve(problem, config, found), config["dispatch_policy"])
+            facts = calls.Facts(problem, found, _resolve(problem, config, found), config["dispatch_policy"], recorded)
+            if recorded and facts.allocates is not None:
+                raise _cannot_be_recorded(facts.allocates, config, problem, found)
             buffer_slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers.values()))
-            run = functools.partial(calls.run, facts, buffer_slots, pipeline)
-            two_stage = plan(key=(*key, kernels.identity(facts.metadata)), run=run, workspace_bytes=workspace_bytes)
+            two_stage = plan(
+                key=(*key, kernels.identity(facts.metadata), recorded),
+                run=functools.partial(calls.run, facts, buffer_slots, pipeline),
+                workspace_bytes=workspace_bytes,
+                capturable=recorded,
+                warm=functools.partial(calls.warm, facts, buffer_slots, workspace_bytes, pipeline)
+                if recorded
+                else None,
+            )
             y = torch_call.call(two_stage, *leaves, bridge=bridge)[0]
         return y[:, : problem.hidden]
 
@@ -215,6 +234,8 @@ def _vendor_refusal(problem: MoeProblem, config: Config, found: Release) -> str 
     if problem.experts < problem.top_k:
         return f"takes no skipped slot, and {problem.experts} experts for {problem.top_k} slots a token leave some: leave config unset"
     metadata = inject.resolve(problem, config, found)
+    if (name := kernels.taken_for_assembly(metadata)) is not None:
+        return f"would look for {name} among its kernels in assembly: install the flydsl that it names, or leave config unset"
     if kernels.splits_k(metadata):
         if found.split_k == "halves":
             return None
@@ -227,6 +248,10 @@ def _vendor_refusal(problem: MoeProblem, config: Config, found: Release) -> str 
     asked = f"scale_rule={problem.scale_rule!r}, rounding={problem.rounding!r} were asked for"
     if kernels.rounds_by_own_rule(metadata):
         return f"quantizes inside stage 1 by FlyDSL's own rule, and {asked}: leave config unset"
+    if getattr(metadata, "run_1stage", False):
+        return f"quantizes inside one kernel for both stages, by a rule that could not be told, and {asked}: leave config unset"
+    if (wrong := kernels.wrong_anyhow(metadata, layout.padded(problem.intermediate), found)) is not None:
+        return f"would give wrong numbers with the row that it has for this shape, since {wrong}: correct the row, or leave config unset"
     rule = tables.vendor_rule(found, problem.tokens)
     if rule is None:
         return f"quantizes activations by a rule that could not be told, and {asked}: leave config unset"
@@ -249,10 +274,17 @@ def _named(row: tables.Row, found: Release) -> Config:
     return dataclasses.replace(config, source=f"{config.source} (aiter {found.version})")
 
 
+def _cannot_be_recorded(why: str, config: Config, problem: MoeProblem, found: Release) -> NotImplementedError:
+    return NotImplementedError(
+        f"mxfp4_moe: bridge='graph' was asked for {config} on {problem} with aiter {found.version}, which cannot be recorded: {why}. Use "
+        "bridge='eager', or leave it unset."
+    )
+
+
 def _resolve(problem: MoeProblem, config: Config, found: Release) -> object:
     """What aiter makes of the config; raises before anything is launched if that must not run."""
     metadata = inject.resolve(problem, config, found)
-    reason = kernels.unsupported(metadata, found)
+    reason = kernels.unsupported(metadata, layout.padded(problem.intermediate), found)
     if reason is not None:
         raise NotImplementedError(f"mxfp4_moe: aiter {found.version} was given {config} for {problem}; {reason}.")
     return metadata

@@ -34,6 +34,7 @@ from jax_mxfp4_moe.implementations.aiter.release import (
     Release,
     flydsl_overrides_now,
     flydsl_registry,
+    register_flydsl_t16,
 )
 from jax_mxfp4_moe.implementations.aiter.tables import CONFIG_VARIABLE, Row
 from jax_mxfp4_moe.implementations.base import Config
@@ -151,6 +152,8 @@ def _resolve(problem: MoeProblem, row: Row, release: Release) -> Any:
     fused_moe = importlib.import_module("aiter.fused_moe")
     if row.pipeline == tables.VENDOR or row.block_m == 0:
         return _ask(fused_moe, problem, release)
+    if kernels.is_registered_by_us(row.kernel_name2, release):
+        register_flydsl_t16()
     with _keeping_rows(fused_moe, row, release):
         if fused_moe not in _seen:
             _seen.add(fused_moe)

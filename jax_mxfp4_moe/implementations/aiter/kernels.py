@@ -11,7 +11,7 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-from jax_mxfp4_moe.implementations.aiter.release import Release
+from jax_mxfp4_moe.implementations.aiter.release import FLYDSL_T16, FLYDSL_T16_MAX_INTERMEDIATE, Release
 
 BLOCK_MS = (16, 32, 64, 128)
 """Rows of one expert's block that aiter's sorters and kernels know."""
@@ -88,13 +88,16 @@ def flydsl_kernel(name: str, params: dict[str, Any] | None = None) -> FlydslKern
     )
 
 
-def misfit(name: str, stage: int, block_m: int, release: Release, params: dict[str, Any] | None = None) -> str | None:
+def misfit(
+    name: str, stage: int, block_m: int, inter_dim: int, release: Release, params: dict[str, Any] | None = None
+) -> str | None:
     """Why a kernel is wrong in a stage after sorting by `block_m`, as a clause; None if nothing speaks against it.
 
     Args:
       name: a kernel's name; the empty one leaves the choice to aiter, by block_m.
       stage: 1 or 2.
       block_m: that of the sorting.
+      inter_dim: columns of h, padded: the length of stage 2's sums.
       release: the aiter in question.
       params: what the kernel is registered with, for FlyDSL kernels.
     """
@@ -104,7 +107,7 @@ def misfit(name: str, stage: int, block_m: int, release: Release, params: dict[s
     if ck is not None and "Shuffled" not in name:
         return f"{name} reads weights that are not shuffled"
     kernel = flydsl_kernel(name, params)
-    if kernel is None and name.startswith(("flydsl_", "opus_")):
+    if has_own_protocol(name):
         return f"{name} follows a protocol of its own"
     if kernel is None:
         return "aiter has no CK kernel for block_m 16" if block_m == 16 else None
@@ -126,12 +129,26 @@ def misfit(name: str, stage: int, block_m: int, release: Release, params: dict[s
         return (
             f"{name} has tiles of {kernel.tile_m} rows and expects rows sorted by {sorted_by}, found block_m {block_m}"
         )
-    if kernel.tile_k < 256 and not release.flydsl_t16:
-        return f"{name} would skip its products with tile_k {kernel.tile_k}; releases that register such kernels can"
+    if kernel.tile_k >= 256 or release.flydsl_t16:
+        return None
+    if not is_registered_by_us(name, release):
+        return f"{name} has tile_k {kernel.tile_k}, for which this aiter has no right kernel; releases that register such kernels have"
+    if inter_dim > FLYDSL_T16_MAX_INTERMEDIATE:
+        return f"{name} can be compiled by this aiter for intermediate sizes of at most {FLYDSL_T16_MAX_INTERMEDIATE}, found {inter_dim}"
     return None
 
 
-def unsupported(metadata: Any, release: Release) -> str | None:
+def has_own_protocol(name: str) -> bool:
+    """Whether a kernel is one of those that only aiter's own `fused_moe` can call, such as the `flydsl_mxmoe` ones."""
+    return name.startswith(("flydsl_", "opus_")) and flydsl_kernel(name) is None
+
+
+def is_registered_by_us(name: str, release: Release) -> bool:
+    """Whether a kernel is the one that aiter does not register and that may be added to its registry: its sorting's block is free."""
+    return release.flydsl_t16_registrable and re.fullmatch(rf"{FLYDSL_T16}(_sbm\d+)?", name) is not None
+
+
+def unsupported(metadata: Any, inter_dim: int, release: Release) -> str | None:
     """Why what `get_2stage_cfgs` returned must not be run by this adapter, as a clause that ends in a remedy; None if it may."""
 
     def flag(name: str, default: Any = False) -> Any:
@@ -161,7 +178,7 @@ def unsupported(metadata: Any, release: Release) -> str | None:
             continue
         if not isinstance(name, str):
             return f"the row names no kernel for stage {n} (aiter read {name!r}): give it one, an empty field is not read as empty"
-        reason = misfit(name, n, block_m, release, _registered(name))
+        reason = misfit(name, n, block_m, inter_dim, release, _registered(name))
         if reason is not None:
             return f"{reason}: correct the row"
     if splits_k(metadata) and not release.split_k_is_right:
@@ -174,6 +191,36 @@ def unsupported(metadata: Any, release: Release) -> str | None:
 def splits_k(metadata: Any) -> bool:
     """Whether stage 1 takes bfloat16 activations. By the function: rows may be overridden, and ksplit can be negative."""
     return _parts(metadata.stage1)[0].__name__ == SPLIT_K_STAGE1
+
+
+def taken_for_assembly(metadata: Any) -> str | None:
+    """The name of a stage 1 that aiter does not recognize and hands to its assembly, which has none for MXFP4; None if it does not."""
+    function, keywords = _parts(metadata.stage1)
+    if function.__name__ != "asm_stage1":
+        return None
+    return str(keywords.get("kernelName") or "a kernel without a name")
+
+
+def wrong_anyhow(metadata: Any, inter_dim: int, release: Release) -> str | None:
+    """Why what aiter resolved would be wrong in its own `fused_moe` as well, as a clause; None if nothing speaks against it."""
+    for n, stage in ((1, "stage1"), (2, "stage2")):
+        function, keywords = _parts(getattr(metadata, stage))
+        name = keywords.get("kernelName")
+        by_ck = function.__name__.startswith("ck_")
+        if not isinstance(name, str) or not (by_ck or "flydsl_stage" in function.__name__) or has_own_protocol(name):
+            continue
+        if by_ck and name.startswith("flydsl_"):
+            continue  # CK does not know it, and goes by block_m
+        reason = misfit(name, n, int(metadata.block_m), inter_dim, release, _registered(name))
+        if reason is not None:
+            return reason
+    return None
+
+
+def writes_what_is_given(metadata: Any) -> bool:
+    """Whether both stages are CK's, which write into the buffers that they are given and allocate nothing."""
+    functions = [_parts(stage)[0].__name__ for stage in (metadata.stage1, metadata.stage2)]
+    return functions[0] in ("ck_moe_stage1", "ck_moe_stage1_fwd") and functions[1] == "ck_moe_stage2_fwd"
 
 
 def rounds_by_own_rule(metadata: Any) -> bool:

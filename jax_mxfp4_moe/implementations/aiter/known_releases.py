@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Sequence
 
-from jax_mxfp4_moe.implementations.aiter import tables
-from jax_mxfp4_moe.implementations.aiter.release import Release
+from jax_mxfp4_moe.implementations.aiter import kernels, tables
+from jax_mxfp4_moe.implementations.aiter.release import FLYDSL_T16_MAX_INTERMEDIATE, Release
 from jax_mxfp4_moe.implementations.aiter.tables import Row
 
 _9 = Release(
@@ -24,7 +24,8 @@ _10 = dataclasses.replace(
 )
 _11 = dataclasses.replace(_10, version="v0.1.11", tag_filter="untagged", flydsl_stages=(2,))
 _12 = dataclasses.replace(_11, version="v0.1.12", flydsl_stages=(1, 2), flydsl_sort_block_m=True)
-_13 = dataclasses.replace(_12, version="v0.1.12.post2, v0.1.13", hip_quant="fused")
+_12_2 = dataclasses.replace(_12, version="v0.1.12.post2", hip_quant="fused")
+_13 = dataclasses.replace(_12_2, version="v0.1.13")
 _13_1 = dataclasses.replace(_13, version="v0.1.13.post1", split_k="interleaved")
 _14 = dataclasses.replace(
     _13_1,
@@ -46,16 +47,18 @@ _16 = dataclasses.replace(
 _16_6 = dataclasses.replace(_16, version="v0.1.16.post6", tag_filter="not_fallback")
 _17 = dataclasses.replace(_16, version="v0.1.17", trailing=(*_16.trailing, "has_stage2_bias"))
 # The registry cannot be imported without flydsl.
-_18 = dataclasses.replace(_17, version="v0.1.18, v0.1.19", tag_filter="not_fallback", flydsl_t16=False)
+_18 = dataclasses.replace(_17, version="v0.1.18, v0.1.19, v0.1.19.post2", tag_filter="not_fallback", flydsl_t16=False)
 _20 = dataclasses.replace(_18, version="v0.1.20 and later", trailing=(*_18.trailing, "opus_weights_shuffled"))
 
-RELEASES: tuple[Release, ...] = (_9, _10, _11, _12, _13, _13_1, _14, _16, _16_6, _17, _18, _20)
+RELEASES: tuple[Release, ...] = (_9, _10, _11, _12, _12_2, _13, _13_1, _14, _16, _16_6, _17, _18, _20)
 """One entry for each generation of the interface, without flydsl; each from its first release to the next entry's."""
 
 
 def with_flydsl(release: Release) -> Release:
     """The same release where flydsl is installed."""
-    return dataclasses.replace(release, flydsl=True, flydsl_t16=release.key_has_gfx)
+    return dataclasses.replace(
+        release, flydsl=True, flydsl_t16=release.key_has_gfx, flydsl_t16_registrable=release in (_12, _12_2)
+    )
 
 
 def cases() -> list[tuple[str, Release]]:
@@ -76,14 +79,31 @@ def gives() -> str:
             release.version,
             "; ".join(f"{scale} + {rounding} ({how})" for (scale, rounding), how in release.activation_rules.items()),
             " and ".join(f"stage {stage}" for stage in release.flydsl_stages) or "none",
+            _t16(release),
             split_k[release.split_k],
             "yes, undone for our rows" if release.flydsl_overrides else "no",
             f"{release.table}, {release.key_length} parts",
         ]
         for release in RELEASES
     ]
-    heads = ("aiter", "activation rules", "FlyDSL kernels", "ksplit > 1", "replaces rows by FlyDSL", "table in memory")
+    heads = (
+        "aiter",
+        "activation rules",
+        "FlyDSL kernels",
+        "FlyDSL t16x128x128",
+        "ksplit > 1",
+        "replaces rows by FlyDSL",
+        "table in memory",
+    )
     return _markdown(heads, rows)
+
+
+def _t16(release: Release) -> str:
+    """Who registers the stage-2 kernel of the tuned program, where flydsl is installed."""
+    release = with_flydsl(release)
+    if release.flydsl_t16_registrable:
+        return f"registered by us, intermediate up to {FLYDSL_T16_MAX_INTERMEDIATE}"
+    return "registered by aiter" if release.flydsl_t16 else "refused" if release.flydsl_stages else "none"
 
 
 def validity(preset: str) -> str:
@@ -100,16 +120,18 @@ def validity(preset: str) -> str:
 def _cell(row: Row, release: Release) -> str:
     """What runs in the place of a row, shortened."""
     runs = tables.nearest_legal(row, release)
-    return ("as written: " if not runs.replaces else "") + describe(runs)
+    return ("as written: " if not runs.replaces else "") + describe(runs, release)
 
 
-def describe(row: Row) -> str:
-    """What a row runs, shortened."""
+def describe(row: Row, release: Release | None = None) -> str:
+    """What a row runs, shortened; with a release also whether its kernel has to be added to aiter's registry."""
     if row.pipeline == tables.VENDOR:
         return "aiter's fused_moe"
     if row.ksplit > 1:
         return f"block_m {row.block_m}, ksplit {row.ksplit}"
-    return f"block_m {row.block_m}, {short_name(row.kernel_name1)}, {short_name(row.kernel_name2)}"
+    ours = release is not None and kernels.is_registered_by_us(row.kernel_name2, release)
+    second = short_name(row.kernel_name2) + (" (registered by us)" if ours else "")
+    return f"block_m {row.block_m}, {short_name(row.kernel_name1)}, {second}"
 
 
 def verdicts(release: Release, registry: Container[str] | None) -> dict[str, str]:
@@ -120,12 +142,21 @@ def verdicts(release: Release, registry: Container[str] | None) -> dict[str, str
             name = f"{preset} M{row.token} E{row.expert} I{row.inter_dim}: {describe(row)}"
             why = tables.verdict(row, release, registry)
             if why is None:
-                found[name] = "usable"
+                ours = kernels.is_registered_by_us(row.kernel_name2, release)
+                found[name] = f"usable{', its stage 2 registered by us' if ours else ''}, {bridges(row, release)}"
             elif preset == "default":
                 found[name] = f"not used here: {why}"
             else:
-                found[name] = f"refused: {why}. Runs {describe(tables.nearest_legal(row, release, registry))}"
+                runs = tables.nearest_legal(row, release, registry)
+                found[name] = f"refused: {why}. Runs {describe(runs, release)}, {bridges(runs, release)}"
     return found
+
+
+def bridges(row: Row, release: Release) -> str:
+    """How a row reaches the device: "eager", or "eager or graph" where nothing in its calls has to allocate (with the Triton rule)."""
+    by_ck = all(kernels.ck_stage_and_rows(name) for name in (row.kernel_name1, row.kernel_name2))
+    two_stage = row.pipeline != tables.VENDOR and row.ksplit <= 1 and row.dispatch_policy != 2
+    return "eager or graph" if by_ck and two_stage and release.triton_quant is not None else "eager"
 
 
 def short_name(name: str) -> str:

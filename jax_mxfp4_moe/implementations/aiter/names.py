@@ -45,9 +45,11 @@ _CK_NAMES = {ck_name(stage, tile) for stage, rows in CK_TILES.items() for tiles 
 
 
 def problem_with(
-    stage: int, name: str, block_m: int, release: Release, registry: Container[str] | None = None
+    stage: int, name: str, block_m: int, inter_dim: int, release: Release, registry: Container[str] | None = None
 ) -> str | None:
     """Why a table must not name this kernel for stage 1 or 2 on blocks of `block_m` sorted rows, as a clause; None if it may.
+
+    `inter_dim` is the padded intermediate size.
 
     Besides `kernels.misfit`, which is about wrong numbers, this is about names with which aiter would run something else.
 
@@ -61,11 +63,12 @@ def problem_with(
         return f"{name} would skip its products with tiles of {kernel.tile_m} rows, and this aiter's FlyDSL kernels need 32 or more"
     if kernel is not None and stage == 2 and kernel.mode == "reduce" and "is_ep" not in release.trailing:
         return f"{name} sums over every slot, and this aiter cannot tell it which are skipped: use one with _atomic in its name"
-    found = kernels.misfit(name, stage, block_m, release)
+    found = kernels.misfit(name, stage, block_m, inter_dim, release)
     if found is not None:
         return found
     if kernel is not None:
-        if registry is None or registered_name(name, release) in registry:
+        is_there = registry is None or registered_name(name, release) in registry
+        if is_there or kernels.is_registered_by_us(name, release):
             return None
         return f"{name} is not registered in this aiter"
     ck = kernels.ck_stage_and_rows(name)

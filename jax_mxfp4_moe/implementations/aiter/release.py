@@ -65,6 +65,8 @@ class Release:
       flydsl_stages: the stages for which this aiter knows FlyDSL kernels: (), (2,) or (1, 2).
       flydsl_sort_block_m: a FlyDSL stage 2 can have other tiles than the sorting (parameter `sort_block_m`); without it they are the same.
       flydsl_t16: `FLYDSL_T16` is registered by aiter itself.
+      flydsl_t16_registrable: it is not, but may be: `register_flydsl_t16`; its products are right for intermediate sizes of at most
+        FLYDSL_T16_MAX_INTERMEDIATE.
       flydsl_overrides: with FlyDSL at hand, rows of other kernels are replaced unless AITER_FLYDSL_FORCE is "0".
       triton_quant: module of the fused Triton quantizer, or None.
       hip_quant: "fused" (one HIP operation quantizes and sorts), "separate" (two operations) or None.
@@ -87,6 +89,7 @@ class Release:
     flydsl_stages: tuple[int, ...] = ()
     flydsl_sort_block_m: bool = False
     flydsl_t16: bool = False
+    flydsl_t16_registrable: bool = False
     flydsl_overrides: bool = False
     triton_quant: str | None = None
     hip_quant: str | None = None
@@ -121,6 +124,12 @@ class Release:
 
 FLYDSL_T16 = "flydsl_moe2_afp4_wfp4_bf16_t16x128x128_atomic"
 """The FlyDSL stage-2 kernel of the tuned program: tiles of 16 rows, 128 columns and 128 elements."""
+FLYDSL_T16_MAX_INTERMEDIATE = 256
+"""Where aiter does not register `FLYDSL_T16` itself, its compile function fails on more than two tiles along the contraction."""
+_FLYDSL_T16_PARAMETERS = {
+    "stage": 2, "a_dtype": "fp4", "b_dtype": "fp4", "out_dtype": "bf16", "tile_m": 16, "tile_n": 128, "tile_k": 128, "mode": "atomic",
+    "MPerBlock": 16,
+}  # fmt: skip
 
 
 def load() -> Release:
@@ -157,6 +166,9 @@ def detect(aiter: types.ModuleType) -> Release:
     pair = "gate_mode" in trailing  # both came with the same change of the table
     registry = flydsl_registry()
     stages = tuple(n for n in (1, 2) if hasattr(fused_moe, f"_flydsl_stage{n}_wrapper"))
+    flydsl = bool(stages) and registry is not None and _flydsl_available()
+    # Programs may add a name, as the tuned one does where it cannot run; aiter has both modes of a tile.
+    t16 = {FLYDSL_T16, FLYDSL_T16.replace("_atomic", "_reduce")} <= (registry or {}).keys()
     return Release(
         version=version,
         simulated=simulated,
@@ -166,10 +178,11 @@ def detect(aiter: types.ModuleType) -> Release:
         key_activations=("enum", "str") if pair else ("str",),
         tag_filter="not_fallback" if "output_aux" in metadata else "untagged" if stages else "none",
         metadata=metadata,
-        flydsl=bool(stages) and registry is not None and _flydsl_available(),
+        flydsl=flydsl,
         flydsl_stages=stages,
         flydsl_sort_block_m=1 in stages,
-        flydsl_t16=FLYDSL_T16 in (registry or {}),
+        flydsl_t16=t16,
+        flydsl_t16_registrable=flydsl and not t16 and _compiles_t16(),
         flydsl_overrides="is_ep" in trailing,
         triton_quant=next((name for name in TRITON_QUANT_MODULES if _has_fused_quantizer(name)), None),
         hip_quant=_hip_quant(aiter),
@@ -190,6 +203,35 @@ def flydsl_registry() -> dict[str, dict[str, Any]] | None:
     except Exception:  # noqa: BLE001 - some releases cannot import it without flydsl
         return None
     return registry if isinstance(registry, dict) else None
+
+
+def register_flydsl_t16() -> None:
+    """Adds `FLYDSL_T16` to aiter's registry, where it finds kernels by name at every call; for `flydsl_t16_registrable` releases."""
+    registry = flydsl_registry()
+    assert registry is not None
+    registry.setdefault(FLYDSL_T16, dict(_FLYDSL_T16_PARAMETERS))
+
+
+def _compiles_t16() -> bool:
+    """Whether aiter's compile function of stage 2 makes a right kernel of tiles of 16 rows and 128 elements.
+
+    It must know tiles of 128 elements, for which it shifts packed scales; older ones leave all products out. And it must bring
+    activations into LDS through registers: later ones copy 16 bytes a thread there, more than its share of such a tile, and
+    rows come to lie in wrong places.
+    """
+    try:
+        module = importlib.import_module("aiter.ops.flydsl.kernels.mixed_moe_gemm_2stage")
+        code = inspect.unwrap(module.compile_mixed_moe_gemm2).__code__
+    except Exception:  # noqa: BLE001 - a flydsl that does not fit, or another file
+        return False
+    names = _names_within(code)
+    return "_k_shift_bits" in names and "raw_ptr_buffer_load_lds" not in names
+
+
+def _names_within(code: types.CodeType) -> set[str]:
+    """Every name that a function and the functions inside of it use."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return {*code.co_names, *code.co_varnames, *code.co_cellvars}.union(*map(_names_within, inner))
 
 
 def _cannot_be_imported(name: str, error: Exception) -> str:

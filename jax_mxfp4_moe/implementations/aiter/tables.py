@@ -299,7 +299,7 @@ def verdict(row: Row, release: Release, registry: Container[str] | None = None) 
     faults = [
         fault
         for stage, name in ((1, row.kernel_name1), (2, row.kernel_name2))
-        if (fault := names.problem_with(stage, name, row.block_m, release, registry)) is not None
+        if (fault := names.problem_with(stage, name, row.block_m, row.inter_dim, release, registry)) is not None
     ]
     if faults:
         return "; ".join(faults)
@@ -417,6 +417,8 @@ def select(
         return _select_preset(problem, release, preset, token, registry)
     for row in _matching(user_rows(), problem, token):
         if is_read(row, release):
+            if vendor and _is_for_fused_moe(row, problem, release, token):
+                return dataclasses.replace(row, pipeline=VENDOR, source="a row that only aiter's fused_moe can run")
             row = nearest_legal(row, release, registry)
             if row.activation_quant == problem.activation_quant:
                 return _told(row)
@@ -427,20 +429,31 @@ def select(
     return _in_place_of_own(problem, release, token, registry, vendor)
 
 
+def _is_for_fused_moe(row: Row, problem: MoeProblem, release: Release, token: int) -> bool:
+    """Whether a user's row names kernels that only aiter's `fused_moe` can call, and it has that row, and rounds as is asked for."""
+    own = own_row(problem, release, token)
+    return (
+        any(map(kernels.has_own_protocol, (row.kernel_name1, row.kernel_name2)))
+        and own is not None
+        and (own.kernel_name1, own.kernel_name2) == (row.kernel_name1, row.kernel_name2)
+        and vendor_rule(release, problem.tokens, row.kernel_name1) == (problem.scale_rule, problem.rounding)
+    )
+
+
 def _in_place_of_own(
     problem: MoeProblem, release: Release, token: int, registry: Container[str] | None, vendor: bool
 ) -> Row | None:
     """None where aiter's own row for the shape is as good as any, or what to run where the two-stage calls must not run it."""
-    for own in _matching(own_rows(), problem, token):
-        if not is_read(own, release) or own.activation_quant != problem.activation_quant:
-            continue
-        why = verdict(own, release, registry)
-        if why is None:
-            return None
-        if vendor and vendor_rule(release, problem.tokens, own.kernel_name1) == (problem.scale_rule, problem.rounding):
-            return dataclasses.replace(own, pipeline=VENDOR, source=f"aiter's own row, which its fused_moe runs: {why}")
-        return nearest_legal(own, release, registry)
-    return None
+    own = own_row(problem, release, token)
+    why = None if own is None else verdict(own, release, registry)
+    if own is None or why is None:
+        return None
+    kernel = kernels.flydsl_kernel(own.kernel_name1)
+    reads_in_turn = kernel is not None and "gui" in kernel.options  # of these weights fused_moe is wrong as well
+    rule = vendor_rule(release, problem.tokens, own.kernel_name1)
+    if vendor and not reads_in_turn and rule == (problem.scale_rule, problem.rounding):
+        return dataclasses.replace(own, pipeline=VENDOR, source=f"aiter's own row is left to its fused_moe: {why}")
+    return nearest_legal(own, release, registry)
 
 
 def _select_preset(
@@ -536,6 +549,13 @@ def own_rows() -> tuple[Row, ...]:
     """MXFP4 rows of aiter's own table."""
     path = own_file()
     return () if path is None or not path.is_file() else read(path)
+
+
+def own_row(problem: MoeProblem, release: Release, token: int | None = None) -> Row | None:
+    """The row of aiter's own table for `problem`, with the precision that is asked for; `token` is as for `select`."""
+    token = _padded_tokens(problem.tokens) if token is None else token
+    rows = (row for row in _matching(own_rows(), problem, token) if is_read(row, release))
+    return next((row for row in rows if row.activation_quant == problem.activation_quant), None)
 
 
 def recorded_on(row: Row, release: Release) -> bool:
