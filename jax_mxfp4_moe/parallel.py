@@ -38,8 +38,16 @@ from jax_mxfp4_moe.stage1 import varying_like
 from jax_mxfp4_moe.weights import MoeWeights, check_weights
 
 DISPATCHES = ("replicated", "all_to_all")
-ALL_TO_ALL_FROM_TOKENS = 1024
-"""Tokens of one token rank from which `dispatch=None` means "all_to_all"."""
+
+
+def all_to_all_from_tokens(expert_ranks: int) -> int:
+    """Tokens of one token rank from which `dispatch=None` means "all_to_all".
+
+    What benchmarks/scaling_model.py predicts for H200s; not measured. Two ranks exchange nearly as much as they would add up, and more
+    ranks less and less.
+    """
+    return max(512, 2**15 // expert_ranks**2)
+
 
 Axis = str | None
 TokenAxes = str | tuple[str, ...] | None
@@ -276,7 +284,7 @@ def sharded_mxfp4_moe(
         are skipped.
       token_axis: mesh axis or axes over which the tokens are divided; no axis of the weights. Tokens that do not divide are padded.
       dispatch: "replicated" or "all_to_all"; see the head of this module. None: "all_to_all" with an expert axis of two or more
-        ranks and at least ALL_TO_ALL_FROM_TOKENS tokens a token rank, else "replicated".
+        ranks and at least `all_to_all_from_tokens(ranks)` tokens a token rank, else "replicated".
       token_mask: [...] bool or None.
       preferred_element_type: type of y; the type of x if None. Partial results travel and are added up in float32.
       **options: of `mxfp4_moe`. Without expert_map, which is made here.
@@ -286,7 +294,8 @@ def sharded_mxfp4_moe(
 
     Raises:
       TypeError, ValueError, NotImplementedError, ImportError: as for `mxfp4_moe`.
-      ValueError: an axis that the mesh lacks or that the weights use, an unknown dispatch, "all_to_all" without an expert axis.
+      ValueError: an axis that the mesh lacks or that the weights use, an unknown dispatch, "all_to_all" without an expert axis; weights
+        of another mesh, arrays that are committed to other devices than the mesh's, another mesh in force, or a call inside `shard_map`.
       NotImplementedError: float8 activations with a scale for each row, on a tensor axis: a rank sees only a part of the row.
     """
     where = "sharded_mxfp4_moe"
@@ -316,6 +325,7 @@ def sharded_mxfp4_moe(
         )
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
         raise TypeError(f"{where}: topk_ids of dtype {topk_ids.dtype} given; expected an integer type.")
+    _check_places(where, weights, {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids})
     parts = _with_scale(where, weights, options)
     out_dtype = x.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     tokens, top_k = int(np.prod(lead, dtype=np.int64)), topk_ids.shape[-1]
@@ -562,6 +572,8 @@ def _pad(weights: MoeWeights, width: int, *, with_down_bias: bool) -> MoeWeights
     """Zero columns up to `width`: their gate, up and down weights and biases are 0, so that they add exactly 0 to y."""
     features = weights.intermediate_size
     more = width - features
+    if not more and (with_down_bias or weights.down_bias is None):
+        return weights  # as it was read: a copy would double the memory that loading takes
 
     def halves(a: Any) -> np.ndarray:
         a = np.asarray(a).reshape(a.shape[0], 2, features, *a.shape[2:])
@@ -702,9 +714,54 @@ def _token_axes(where: str, split: Split, token_axis: TokenAxes) -> tuple[str, .
     return axes
 
 
+def _check_places(where: str, weights: ShardedMoeWeights, by_token: dict[str, jax.Array]) -> None:
+    """Raises ValueError for what lies elsewhere than the mesh of `weights`. Where a tracer will lie, JAX says when it compiles."""
+    split = weights.split
+    mesh, context = split.mesh, jax.sharding.get_abstract_mesh()
+    if not context.empty and jax.sharding.AxisType.Manual in context.axis_types:
+        raise ValueError(
+            f"{where}: called inside of jax.shard_map over {context}; expected a call outside, since it makes its own over the mesh of "
+            "the weights. Inside, call mxfp4_moe on the weights of the device."
+        )
+    if not context.empty and dict(context.shape) != dict(mesh.shape):
+        raise ValueError(
+            f"{where}: weights on {mesh} given while {context} is in force; expected one mesh. Use jax.set_mesh(weights.split.mesh), or "
+            "move the weights: shard_weights(unshard_weights(weights), mesh, ...)."
+        )
+    ranks = (split.tensor_ranks, split.expert_ranks)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights.parts):
+        name = f"weights.parts{jax.tree_util.keystr(path)}"
+        if jnp.shape(leaf)[:2] != ranks:
+            raise ValueError(
+                f"{where}: {name} of shape {jnp.shape(leaf)} given with a split over {ranks} (tensor, expert) ranks; expected these two "
+                "axes first: parts that were made for another mesh do not fit. Call shard_weights or load_sharded for this mesh."
+            )
+        _check_devices(where, name, leaf, mesh, "shard_weights(unshard_weights(weights), mesh, ...)")
+    for name, array in by_token.items():
+        _check_devices(where, name, array, mesh, f"jax.device_put({name}, NamedSharding(mesh, PartitionSpec()))")
+
+
+def _check_devices(where: str, name: str, array: Any, mesh: Mesh, remedy: str) -> None:
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, jax.Array) or not array.committed:
+        return
+    found, devices = array.sharding.device_set, set(mesh.devices.flat)
+    if found != devices:
+        raise ValueError(
+            f"{where}: {name} on {_devices(found)} given; expected all devices of the mesh that the weights were made for, {mesh} on "
+            f"{_devices(devices)}. Move it with {remedy}."
+        )
+
+
+def _devices(devices: set[jax.Device]) -> str:
+    ids = sorted(device.id for device in devices)
+    platform = next(iter(devices)).platform
+    return f"{platform} {', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}"
+
+
 def _dispatch(where: str, split: Split, dispatch: str | None, tokens: int) -> str:
     if dispatch is None:
-        return "all_to_all" if split.expert_ranks > 1 and tokens >= ALL_TO_ALL_FROM_TOKENS else "replicated"
+        ranks = split.expert_ranks
+        return "all_to_all" if ranks > 1 and tokens >= all_to_all_from_tokens(ranks) else "replicated"
     if dispatch not in DISPATCHES:
         raise ValueError(
             f"{where}: dispatch={dispatch!r} given; expected one of {', '.join(DISPATCHES)}, or None to choose by the number of tokens."

@@ -44,8 +44,10 @@ def route(topk_ids: jax.Array, experts: int) -> Routing:
     ids = topk_ids.reshape(-1)
     ids = jnp.where((ids < 0) | (ids >= experts), experts, ids)
     order = jnp.argsort(ids, stable=True).astype(jnp.int32)
-    offsets = jnp.searchsorted(ids[order], jnp.arange(experts + 1, dtype=jnp.int32)).astype(jnp.int32)
-    is_hit = offsets[1:] > offsets[:-1]
+    # Counted, not searched for in ids[order]: JAX cannot trace jnp.searchsorted where some of the mesh axes are Manual and others Auto.
+    sizes = jnp.zeros(experts + 1, jnp.int32).at[ids].add(1)[:experts]
+    offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32)])
+    is_hit = sizes > 0
     hit = jnp.nonzero(is_hit, size=experts, fill_value=0)[0].astype(jnp.int32)
     return Routing(order, offsets, hit, is_hit.sum(dtype=jnp.int32))
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_mxfp4_moe.moe import mxfp4_moe
 from jax_mxfp4_moe.mxfp4 import BLOCK, PACKED, Mxfp4Array
-from jax_mxfp4_moe.parallel import ShardedMoeWeights, Split, sharded_mxfp4_moe
+from jax_mxfp4_moe.parallel import DISPATCHES, ShardedMoeWeights, Split, sharded_mxfp4_moe
 from jax_mxfp4_moe.problem import resolve_activation
 from jax_mxfp4_moe.quantize import Rounding, ScaleRule, quantize
 from jax_mxfp4_moe.route import append_shared_experts, topk_routing
@@ -38,7 +38,7 @@ def run(
     shared_weights: MoeWeights | None,
     shared_gate: Callable[..., Any] | None,
 ) -> jax.Array:
-    """What both modules do, from the fields that they have in common."""
+    """What both modules do, from the fields that they have in common; weights as `with_halves` has them."""
     if layer.dtype is not None:
         x = x.astype(layer.dtype)
     if token_mask is not None and jnp.shape(token_mask) == x.shape[:-1]:
@@ -60,8 +60,10 @@ def run(
     def call(weights: MoeWeights, expert_axis: str | None, topk_weights: Any, topk_ids: Any, dtype: Any) -> jax.Array:
         if layer.mesh is None:
             return mxfp4_moe(x, weights, topk_weights, topk_ids, preferred_element_type=dtype, **options)
-        sharded = _divided(layer.mesh, expert_axis, weights)
+        sharded = _divided(layer.mesh, expert_axis, layer.tensor_axis, weights)
         over = {"token_axis": layer.token_axis, "preferred_element_type": dtype}
+        if expert_axis is not None:  # a separate shared expert is on all ranks of the axis
+            over["dispatch"] = layer.dispatch
         return sharded_mxfp4_moe(x, sharded, topk_weights, topk_ids, **over, **options)
 
     topk_weights, topk_ids = _choose(layer, router(x), correction_bias)
@@ -80,23 +82,68 @@ def run(
     return (routed + call(shared_weights, None, gate, ids, jnp.float32)).astype(x.dtype)
 
 
-def _divided(mesh: Mesh, expert_axis: str | None, weights: MoeWeights) -> ShardedMoeWeights:
-    """The weights as `sharded_mxfp4_moe` takes them: each rank of the expert axis has an equal run of the experts."""
+def _divided(mesh: Mesh, expert_axis: str | None, tensor_axis: str | None, weights: MoeWeights) -> ShardedMoeWeights:
+    """The weights as `sharded_mxfp4_moe` takes them: each rank has an equal run of the experts, and of the columns of F.
+
+    Arrays that are divided alike already stay where they are, and are not copied.
+    """
     if weights.layout != PACKED:
         raise ValueError(
             f"Mxfp4Moe: mesh={mesh} and weights in layout {weights.layout!r} given; expected layout 'packed', since a prepared one cannot "
             "be cut. Give packed weights, or call parallel.shard_weights(..., implementation=...) and parallel.sharded_mxfp4_moe."
         )
-    split = Split(mesh, expert_axis, None, weights.num_experts, 0, weights.hidden_size, weights.intermediate_size)
+    experts = weights.down.codes.shape[0]
+    split = Split(mesh, expert_axis, tensor_axis, experts, 0, weights.hidden_size, weights.intermediate_size)
+    ranks = (split.tensor_ranks, split.expert_ranks)
 
     def by_rank(leaf: jax.Array) -> jax.Array:
-        return leaf.reshape(1, split.expert_ranks, -1, *leaf.shape[1:])
+        """[1, expert ranks, E / expert ranks, ...]."""
+        return leaf.reshape(1, ranks[1], -1, *leaf.shape[1:])
+
+    def by_column(leaf: jax.Array, axis: int) -> jax.Array:
+        """[tensor ranks, expert ranks, E / expert ranks, ...] of an array whose `axis` runs along F."""
+        columns = leaf.shape[axis]
+        leaf = leaf.reshape(ranks[1], -1, *leaf.shape[1:axis], ranks[0], columns // ranks[0], *leaf.shape[axis + 1 :])
+        return jnp.moveaxis(leaf, axis + 1, 0)
 
     scale = weights.activation_scale
-    parts = jax.tree.map(by_rank, weights.replace(activation_scale=None))
+    parts = weights.replace(activation_scale=None)
+    if tensor_axis is None:
+        parts = jax.tree.map(by_rank, parts)
+    else:
+        gate_up = jax.tree.map(lambda leaf: by_column(leaf, 2), (parts.gate_up, parts.gate_up_bias))
+        gate_up = jax.tree.map(lambda leaf: leaf.reshape(*leaf.shape[:3], -1, *leaf.shape[5:]), gate_up)
+        # `sharded_mxfp4_moe` takes the down bias of tensor rank 0.
+        down_bias = None if parts.down_bias is None else by_rank(parts.down_bias)
+        parts = parts.replace(
+            gate_up=gate_up[0],
+            gate_up_bias=gate_up[1],
+            down=Mxfp4Array(
+                by_column(parts.down.codes, 2), by_column(parts.down.scales, 2), length=split.width, layout=PACKED
+            ),
+            down_bias=None if down_bias is None else jnp.broadcast_to(down_bias, (*ranks, *down_bias.shape[2:])),
+        )
     if scale is not None:
-        parts = parts.replace(activation_scale=jnp.broadcast_to(scale, (1, split.expert_ranks, *scale.shape)))
+        parts = parts.replace(activation_scale=jnp.broadcast_to(scale, (*ranks, *scale.shape)))
     return ShardedMoeWeights(parts, split)
+
+
+def with_halves(name: str, array: Any, has_halves: bool) -> Any:
+    """Array `name` as a layer stores it: with a tensor axis, gate and up have an axis of their own.
+
+    [E, 2F, ...] is then [E, 2, F, ...], which a mesh can divide along F without parting a gate column from its up column.
+    """
+    if array is None or not has_halves or not name.startswith("gate_up"):
+        return array
+    return array.reshape(array.shape[0], 2, array.shape[1] // 2, *array.shape[2:])
+
+
+def without_halves(name: str, array: Any, has_halves: bool) -> Any:
+    """The inverse of `with_halves`, for stacks of layers too."""
+    if array is None or not has_halves or not name.startswith("gate_up"):
+        return array
+    lead = array.ndim - (2 if name.endswith("bias") else 3)
+    return array.reshape(*array.shape[:lead], -1, *array.shape[lead + 2 :])
 
 
 def _choose(layer: Any, logits: jax.Array, correction_bias: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -123,18 +170,20 @@ def packed_names(layout: str) -> dict[str, str]:
     return {name: name + tag for name in ("gate_up_codes", "gate_up_scales", "down_codes", "down_scales")}
 
 
-def logical_axes(kernel_axes: Sequence[str | None] | None) -> dict[str, Axes]:
+def logical_axes(kernel_axes: Sequence[str | None] | None, has_halves: bool = False) -> dict[str, Axes]:
     """Names of the axes of every array, by the array's name; empty without `kernel_axes`.
 
     Codes and scales of an array share them: the last axis of both is the contraction axis, 2 and 32 elements an entry.
+    For `has_halves` see `with_halves`.
     """
     if kernel_axes is None:
         return {}
     experts, intermediate, hidden = kernel_axes
-    stacks = {"gate_up": (experts, intermediate, hidden), "down": (experts, hidden, intermediate)}
+    halves: Axes = (None,) if has_halves else ()
+    stacks = {"gate_up": (experts, *halves, intermediate, hidden), "down": (experts, hidden, intermediate)}
     return {
         **{f"{name}_{part}": axes for name, axes in stacks.items() for part in ("codes", "scales")},
-        **{f"{name}_bias": axes[:2] for name, axes in stacks.items()},
+        **{f"{name}_bias": axes[:-1] for name, axes in stacks.items()},
         "activation_scale": (None,),
         # Logits are needed whole to choose from, so the router is not cut along experts.
         "router_kernel": (hidden, None),
@@ -297,22 +346,41 @@ def check_fields(where: str, layer: Any, *, has_correction_bias: bool) -> None:
             'such as ("exp", "mlp", "embed"), or None for no partitioning metadata.'
         )
     _check_blocks(where, axes, sizes)
-    _check_mesh(where, layer)
+    _check_mesh(where, layer, sizes)
 
 
-def _check_mesh(where: str, layer: Any) -> None:
-    """Raises ValueError for axes that the experts cannot be divided over."""
-    mesh, axis = layer.mesh, layer.expert_axis
+def _check_mesh(where: str, layer: Any, sizes: dict[str, int]) -> None:
+    """Raises ValueError for axes that the experts or their columns cannot be divided over, and for an unknown dispatch."""
+    mesh, axis, tensor_axis = layer.mesh, layer.expert_axis, layer.tensor_axis
     if mesh is None and (axis is not None or layer.token_axis is not None):
         raise ValueError(
             f"{where}: expert_axis={axis!r} and token_axis={layer.token_axis!r} given without a mesh; expected mesh=... beside them."
         )
+    if mesh is None and tensor_axis is not None:
+        raise ValueError(f"{where}: tensor_axis={tensor_axis!r} given without a mesh; expected mesh=... beside it.")
+    if layer.dispatch is not None and (layer.dispatch not in DISPATCHES or axis is None):
+        raise ValueError(
+            f"{where}: dispatch={layer.dispatch!r} and expert_axis={axis!r} given; expected one of {', '.join(DISPATCHES)} and an "
+            "expert_axis, or None to choose by the number of tokens."
+        )
+    for name, given in (("expert_axis", axis), ("tensor_axis", tensor_axis)):
+        if given is not None and given not in mesh.axis_names:
+            raise ValueError(
+                f"{where}: {name}={given!r} given with a mesh of axes {mesh.axis_names}; expected one of these."
+            )
+    if tensor_axis is not None:
+        if tensor_axis == axis:
+            raise ValueError(f"{where}: expert_axis and tensor_axis are both {axis!r}; expected two axes of the mesh.")
+        ranks = mesh.shape[tensor_axis]
+        for name, size in sizes.items():
+            if name != "hidden_size" and size // BLOCK % ranks:
+                raise ValueError(
+                    f"{where}: {name}={size} given with {ranks} devices on tensor_axis={tensor_axis!r}; expected equally many blocks of "
+                    f"{BLOCK} on each. Pad the weights with zeros to a multiple of {BLOCK * ranks}, or use parallel.shard_weights, which "
+                    "divides any number of blocks."
+                )
     if axis is None:
         return
-    if axis not in mesh.axis_names:
-        raise ValueError(
-            f"{where}: expert_axis={axis!r} given with a mesh of axes {mesh.axis_names}; expected one of these."
-        )
     if layer.num_experts % mesh.shape[axis] or layer.num_shared_experts:
         raise ValueError(
             f"{where}: num_experts={layer.num_experts} and num_shared_experts={layer.num_shared_experts} given with {mesh.shape[axis]} "

@@ -56,7 +56,9 @@ class Mxfp4MoeLinen(nn.Module):
     kernel_axes: Sequence[str | None] | None = None
     mesh: jax.sharding.Mesh | None = None
     expert_axis: str | None = None
+    tensor_axis: str | None = None
     token_axis: str | Sequence[str] | None = None
+    dispatch: str | None = None
     implementation: str | Sequence[str] | None = None
     bridge: str | None = None
     layout: str = PACKED
@@ -108,6 +110,7 @@ class Mxfp4MoeLinen(nn.Module):
             kernel_init=self.kernel_init,
             kernel_axes=common.hashable(self.kernel_axes),
             layout=self.layout,
+            has_halves=self.tensor_axis is not None and self.layout == PACKED,
         )
 
     def _shared_stack(self) -> _Stack | None:
@@ -118,6 +121,7 @@ class Mxfp4MoeLinen(nn.Module):
             intermediate_size=self.shared_intermediate_size,
             kernel_axes=common.shared_axes(self.kernel_axes),
             layout=self.shared_layout,
+            has_halves=self.tensor_axis is not None and self.shared_layout == PACKED,
         )
 
     def variables_from_weights(
@@ -179,9 +183,9 @@ class Mxfp4MoeLinen(nn.Module):
                 "sizes, biases and activation_quant, or let Mxfp4Moe.from_weights(...).to_linen() build it."
             )
         axes = common.logical_axes(self.kernel_axes)
-        variables = _boxed_weights(weights, axes)
+        variables = _boxed_weights(weights, self._stack())
         if shared_weights is not None:
-            shared = _boxed_weights(shared_weights, common.logical_axes(common.shared_axes(self.kernel_axes)))
+            shared = _boxed_weights(shared_weights, self._shared_stack())
             for collection, arrays in shared.items():
                 if arrays:
                     variables[collection]["shared_experts"] = arrays
@@ -209,6 +213,11 @@ class _Stack(NamedTuple):
     kernel_init: Initializer
     kernel_axes: tuple[str | None, ...] | None
     layout: str
+    has_halves: bool
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        return common.logical_axes(self.kernel_axes, self.has_halves)
 
 
 class _Experts(nn.Module):
@@ -222,8 +231,8 @@ class _Experts(nn.Module):
 
 
 def _weights(module: nn.Module, stack: _Stack) -> MoeWeights:
-    """The variables of `module` as weights; drawn at random while the module is initialized."""
-    axes = common.logical_axes(stack.kernel_axes)
+    """The variables of `module` as weights, as `with_halves` has them; drawn at random while the module is initialized."""
+    axes = stack.axes
     names = common.packed_names(stack.layout)
     hidden, intermediate = stack.hidden_size, stack.intermediate_size
 
@@ -243,7 +252,9 @@ def _weights(module: nn.Module, stack: _Stack) -> MoeWeights:
             return made[0]
 
         def variable(part: str) -> jax.Array:
-            init = _annotated(lambda: getattr(once(), part), axes.get(f"{name}_{part}"))
+            init = _annotated(
+                lambda: common.with_halves(name, getattr(once(), part), stack.has_halves), axes.get(f"{name}_{part}")
+            )
             return module.variable("quantized", names[f"{name}_{part}"], init).value
 
         return Mxfp4Array(variable("codes"), variable("scales"), length=contracted, layout=stack.layout)
@@ -251,8 +262,9 @@ def _weights(module: nn.Module, stack: _Stack) -> MoeWeights:
     def bias(name: str, rows: int) -> jax.Array | None:
         if not stack.use_bias:
             return None
+        halves = (2, rows // 2) if stack.has_halves and name == "gate_up_bias" else (rows,)
         return module.param(
-            name, _annotated(nn.initializers.zeros, axes.get(name)), (stack.experts, rows), stack.param_dtype
+            name, _annotated(nn.initializers.zeros, axes.get(name)), (stack.experts, *halves), stack.param_dtype
         )
 
     scale = None
@@ -269,18 +281,21 @@ def _weights(module: nn.Module, stack: _Stack) -> MoeWeights:
     )
 
 
-def _boxed_weights(weights: MoeWeights, axes: dict[str, Axes]) -> dict[str, dict[str, Any]]:
+def _boxed_weights(weights: MoeWeights, stack: _Stack | None) -> dict[str, dict[str, Any]]:
+    assert stack is not None
+
+    def stored(name: str, array: Any) -> Any:
+        return _boxed(common.with_halves(name, array, stack.has_halves), stack.axes.get(name))
+
     quantized = {
-        stored: _boxed(getattr(getattr(weights, name.rsplit("_", 1)[0]), name.rsplit("_", 1)[1]), axes.get(name))
-        for name, stored in common.packed_names(weights.layout).items()
+        kept_as: stored(name, getattr(getattr(weights, name.rsplit("_", 1)[0]), name.rsplit("_", 1)[1]))
+        for name, kept_as in common.packed_names(weights.layout).items()
     }
     return {
         "params": _without_none(
-            gate_up_bias=_boxed(weights.gate_up_bias, axes.get("gate_up_bias")),
-            down_bias=_boxed(weights.down_bias, axes.get("down_bias")),
+            gate_up_bias=stored("gate_up_bias", weights.gate_up_bias), down_bias=stored("down_bias", weights.down_bias)
         ),
-        "quantized": quantized
-        | _without_none(activation_scale=_boxed(weights.activation_scale, axes.get("activation_scale"))),
+        "quantized": quantized | _without_none(activation_scale=stored("activation_scale", weights.activation_scale)),
     }
 
 

@@ -31,14 +31,21 @@ class RouterState(nnx.Variable):
 
 
 class Mxfp4Experts(nnx.Module):
-    """The arrays of one `MoeWeights` as variables: the base of `Mxfp4Moe`, and its separate shared expert."""
+    """The arrays of one `MoeWeights` as variables: the base of `Mxfp4Moe`, and its separate shared expert.
 
-    def __init__(self, weights: MoeWeights, kernel_axes: Sequence[str | None] | None = None) -> None:
+    With `has_halves` gate and up have an axis of their own, as `common.with_halves` says.
+    """
+
+    def __init__(
+        self, weights: MoeWeights, kernel_axes: Sequence[str | None] | None = None, has_halves: bool = False
+    ) -> None:
         self.kernel_axes = common.hashable(kernel_axes)
+        self.has_halves = has_halves
         self._set_weights(weights)
 
     def _set_weights(self, weights: MoeWeights) -> None:
-        axes = common.logical_axes(self.kernel_axes)
+        has_halves = self.has_halves and weights.layout == PACKED
+        axes = common.logical_axes(self.kernel_axes, has_halves)
         if axes and weights.layout != PACKED:
             raise ValueError(
                 f"{type(self).__name__}: kernel_axes={self.kernel_axes} and weights in layout {weights.layout!r} given; expected layout "
@@ -50,13 +57,23 @@ class Mxfp4Experts(nnx.Module):
         self.activation_quant, self.layout = weights.activation_quant, weights.layout
         for name, stored in common.packed_names(weights.layout).items():
             stack, part = name.rsplit("_", 1)
-            _assign(self, stored, _variable(Quantized, getattr(getattr(weights, stack), part), axes.get(name)))
+            array = common.with_halves(name, getattr(getattr(weights, stack), part), has_halves)
+            _assign(self, stored, _variable(Quantized, array, axes.get(name)))
         for name, kind in (("gate_up_bias", nnx.Param), ("down_bias", nnx.Param), ("activation_scale", Quantized)):
-            _assign(self, name, _variable(kind, getattr(weights, name), axes.get(name)))
+            array = common.with_halves(name, getattr(weights, name), has_halves)
+            _assign(self, name, _variable(kind, array, axes.get(name)))
 
     @property
     def weights(self) -> MoeWeights:
         """The experts as `mxfp4_moe` takes them, fused shared ones last."""
+        stored, has_halves = self._stored(), self.has_halves and self.layout == PACKED
+        gate_up = jax.tree.map(lambda a: common.without_halves("gate_up", a, has_halves), stored.gate_up)
+        return stored.replace(
+            gate_up=gate_up, gate_up_bias=common.without_halves("gate_up_bias", stored.gate_up_bias, has_halves)
+        )
+
+    def _stored(self) -> MoeWeights:
+        """The same with the arrays' own shapes."""
         names = common.packed_names(self.layout)
         others = [n for n in vars(self) if n.startswith(tuple(common.packed_names(PACKED))) and n not in names.values()]
         if others:
@@ -105,8 +122,10 @@ class Mxfp4Moe(Mxfp4Experts):
       kernel_init: called as Flax does, with (key, [in, out], dtype), for the router and once for every expert's two matrices.
       kernel_axes: names of the axes experts, intermediate and hidden for partitioning, such as ("exp", "mlp", "embed"), or None for no
         metadata. Without a mesh it is metadata only; with one, Flax places arrays as they are made.
-      mesh, expert_axis, token_axis: run the layer over devices, by `parallel.sharded_mxfp4_moe`: experts divided over one axis of the mesh,
-        tokens over another. What else of the weights is divided, each call gathers. Without a mesh weights must not be divided.
+      mesh, expert_axis, tensor_axis, token_axis: run the layer over devices, by `parallel.sharded_mxfp4_moe`: experts divided over one axis
+        of the mesh, columns of F in whole blocks of 32 over another, tokens over a third. What else of the weights is divided, each call
+        gathers. Without a mesh weights must not be divided. With a tensor axis gate_up arrays are [E, 2, F, ...] instead of [E, 2F, ...].
+      dispatch: how tokens reach the experts of an expert axis, see `parallel.sharded_mxfp4_moe`. None: by their number.
       implementation, bridge: see `mxfp4_moe`.
       rngs: the stream "params" is used. One expert at a time exists in float, so a layer that is too large in float can be made.
     """
@@ -144,7 +163,9 @@ class Mxfp4Moe(Mxfp4Experts):
         kernel_axes: Sequence[str | None] | None = None,
         mesh: jax.sharding.Mesh | None = None,
         expert_axis: str | None = None,
+        tensor_axis: str | None = None,
         token_axis: str | Sequence[str] | None = None,
+        dispatch: str | None = None,
         implementation: str | Sequence[str] | None = None,
         bridge: str | None = None,
         rngs: nnx.Rngs,
@@ -173,6 +194,9 @@ class Mxfp4Moe(Mxfp4Experts):
         self.kernel_axes = common.hashable(kernel_axes)
         self.mesh = mesh
         self.expert_axis = expert_axis
+        self.tensor_axis = tensor_axis
+        self.has_halves = tensor_axis is not None
+        self.dispatch = dispatch
         self.token_axis = common.hashable(token_axis)
         self.implementation = common.hashable(implementation)
         self.bridge = bridge
@@ -209,7 +233,9 @@ class Mxfp4Moe(Mxfp4Experts):
         self.shared_experts = (
             None
             if shared_intermediate_size is None
-            else Mxfp4Experts(experts(1, shared_intermediate_size), common.shared_axes(self.kernel_axes))
+            else Mxfp4Experts(
+                experts(1, shared_intermediate_size), common.shared_axes(self.kernel_axes), self.has_halves
+            )
         )
         self.shared_gate = linear("shared_gate", 1, False) if use_shared_gate else None
 
@@ -478,9 +504,9 @@ class Mxfp4Moe(Mxfp4Experts):
             x,
             token_mask,
             router=self.router,
-            weights=self.weights,
+            weights=self._stored(),
             correction_bias=_value(self.correction_bias),
-            shared_weights=None if self.shared_experts is None else self.shared_experts.weights,
+            shared_weights=None if self.shared_experts is None else self.shared_experts._stored(),
             shared_gate=self.shared_gate,
         )
 

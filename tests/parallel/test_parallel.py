@@ -1,4 +1,4 @@
-"""Layers over a mesh: what one device can show here, and `parallel_cases.py` in a process with 8 virtual devices."""
+"""Layers over a mesh: what one device can show here, and `..._cases.py` in processes with 8 virtual devices."""
 
 import os
 import pathlib
@@ -6,25 +6,30 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import random_case
+from flax import nnx
 from jax.sharding import AxisType
 
-from jax_mxfp4_moe import Mxfp4Array
-from jax_mxfp4_moe.parallel import Split, shard_weights, sharded_mxfp4_moe
+from jax_mxfp4_moe import Mxfp4Array, parallel
+from jax_mxfp4_moe.layers import Mxfp4Moe, Mxfp4MoeLinen
+from jax_mxfp4_moe.parallel import Split, all_to_all_from_tokens, shard_weights, sharded_mxfp4_moe
 
 HERE = pathlib.Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "multi_host.py"
+BENCHMARK = HERE.parents[1] / "benchmarks" / "checkpoint.py"
 
 
-def test_parallel_on_eight_devices():
+@pytest.mark.parametrize("cases", ["parallel_cases.py", "layer_cases.py"])
+def test_parallel_on_eight_devices(cases):
     """The number of virtual devices is fixed when JAX starts."""
     environment = {
         **os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "OMP_NUM_THREADS": "1",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiles in half the time
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "parallel_cases.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / cases)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
 
@@ -36,6 +41,18 @@ def test_parallel_processes():
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert result.stdout.count("RESULT max_relative_error") == 4  # two forms, by each of two processes
+
+
+@pytest.mark.parametrize("axis", ["expert", "tensor"])
+def test_parallel_loading_reads_a_process_s_part_only(axis):
+    """Host memory that two processes take at their peak, as a share of a checkpoint of 0.2 GB. One that reads everything has 1."""
+    command = [sys.executable, str(BENCHMARK), "--gigabytes", "0.2", "--processes", "2", "--axis", axis]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    shares = [float(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("RESULT")]
+    assert len(shares) == 2
+    assert all(0.45 < share < 0.65 for share in shares), result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +129,42 @@ def test_parallel_case_15_blocks():
     split = Split(mesh, None, "tensor", 4, 0, 64, 2880)
     assert split.width == 384
     assert [split.columns_of(rank) for rank in (0, 6, 7)] == [(0, 384), (2304, 2688), (2688, 2880)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 64])
+def test_parallel_dispatch_by_the_number_of_tokens(ranks):
+    split = Split(jax.sharding.AbstractMesh((ranks,), ("expert",)), "expert", None, 64, 0, 64, 64)
+    limit = all_to_all_from_tokens(ranks)
+    chosen = [parallel._dispatch("", split, None, tokens) for tokens in (limit - 1, limit)]
+    assert chosen == (["replicated", "replicated"] if ranks == 1 else ["replicated", "all_to_all"])
+    assert parallel._dispatch("", split, "replicated", limit) == "replicated"
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+TWO = jax.sharding.AbstractMesh((2, 2), ("x", "y"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"tensor_axis": "x"}, "tensor_axis='x' given without a mesh"),
+        ({"tensor_axis": "z", "mesh": TWO}, "tensor_axis='z' given with a mesh of axes ('x', 'y')"),
+        ({"tensor_axis": "x", "expert_axis": "x", "mesh": TWO}, "expert_axis and tensor_axis are both 'x'"),
+        ({"tensor_axis": "x", "mesh": TWO}, "intermediate_size=96 given with 2 devices on tensor_axis='x'; expected equally many"),
+        (
+            {"tensor_axis": "x", "mesh": TWO, "intermediate_size": 64, "shared_intermediate_size": 32},
+            "shared_intermediate_size=32 given with 2 devices",
+        ),
+        ({"dispatch": "ring", "expert_axis": "x", "mesh": TWO}, "dispatch='ring' and expert_axis='x' given; expected one of replicated"),
+        ({"dispatch": "replicated", "mesh": TWO}, "dispatch='replicated' and expert_axis=None given"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parallel_fields_that_no_layer_can_have(change, text):
+    fields = {**SMALL, **change}
+    with pytest.raises(ValueError, match="Mxfp4Moe: ") as error:
+        Mxfp4Moe(**fields, rngs=nnx.Rngs(0))
+    assert text in str(error.value)
+    with pytest.raises(ValueError, match="Mxfp4MoeLinen: ") as error:
+        Mxfp4MoeLinen(**fields).init(jax.random.key(0), jnp.zeros((1, 32)))
+    assert text in str(error.value)
