@@ -184,7 +184,10 @@ Error Execute(PlanState<platform>* state, Place place, ffi::RemainingArgs args, 
   if (Error error = CheckOrdinal(plan, place.ordinal); error.failure()) return error;
   if (!IsPrepared(plan, place.ordinal)) {  // XLA's cpu runtime has no INITIALIZE; on a GPU it comes before any capture
     if (platform != Platform::kCpu) {
-      return Failed(ErrorCode::kFailedPrecondition, plan, "the runtime did not run INITIALIZE before EXECUTE");
+      return Failed(ErrorCode::kFailedPrecondition, plan,
+                    "the runtime did not run INITIALIZE before EXECUTE on device " + std::to_string(place.ordinal) +
+                        ", expected a plan that is warm there: the stream may be recording, where no kernel can be loaded "
+                        "and nothing allocated. Use a jaxlib that initializes custom calls, or bridge='callback'.");
     }
     if (Error error = Prepare<platform>(plan, place.ordinal); error.failure()) return error;
   }
