@@ -73,9 +73,15 @@ def tensor(a: Any) -> Any:
 
 
 def steps(
-    case: Any, activation_quant: str | None, launcher: Launcher, *, changes: dict | None = None, **options: Any
+    case: Any,
+    activation_quant: str | None,
+    launcher: Launcher,
+    *,
+    product: str = "bits",
+    changes: dict | None = None,
+    **options: Any,
 ) -> Any:
-    """The triton implementation's steps on a `cases.Case`, from poisoned buffers; `changes` are those of its config."""
+    """The triton implementation's steps on a `cases.Case`, from poisoned buffers; `changes` are those of the default for `product`."""
     import torch
 
     from jax_mxfp4_moe.implementations.base import Config
@@ -83,15 +89,16 @@ def steps(
     from jax_mxfp4_moe.implementations.triton.implementation import default_config
 
     problem = case.problem(activation_quant, **options)
-    config = Config.of({**dict(default_config(problem, "bits").items), **(changes or {})})
+    config = Config.of({**dict(default_config(problem, product).items), **(changes or {})})
     facts = pipeline.Facts(problem, config)
     buffers = {}
     for name, spec in facts.buffers().items():
         memory = torch.full((max(16, spec.nbytes),), 0x7F, dtype=torch.uint8)
         buffers[name] = memory[: spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
     stacks = (case.weights.gate_up, case.weights.down)
-    biases = [bias for bias in (case.gate_up_bias, case.down_bias) if bias is not None]
-    inputs = [case.x, *(part for stack in stacks for part in (stack.codes, stack.scales)), *biases]
+    floats = (case.gate_up_bias, case.down_bias, options.get("activation_scale"))
+    floats = [np.asarray(a, np.float32) for a in floats if a is not None]
+    inputs = [case.x, *(part for stack in stacks for part in (stack.codes, stack.scales)), *floats]
     operands = pipeline.tensors_of(problem, [tensor(a) for a in (*inputs, case.topk_weights, case.topk_ids)])
     y = torch.full((problem.tokens, problem.hidden), float("nan"), dtype=getattr(torch, problem.out_dtype))
     return pipeline.TritonSteps(facts, operands, buffers, y, False, launcher)

@@ -1,11 +1,12 @@
 """Tests of every Triton kernel on a CPU, under the interpreter; `test_triton.py` runs them in a process of their own."""
 
-import itertools
+import functools
 
 import interpreter  # noqa: F401 - before any kernel is defined
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 import torch
 import triton
@@ -17,8 +18,7 @@ from jax_mxfp4_moe.implementations.base import Config
 from jax_mxfp4_moe.implementations.triton import layout, pipeline
 from jax_mxfp4_moe.implementations.triton.decode import shuffled_to_e4m3, spread, to_e4m3
 from jax_mxfp4_moe.implementations.triton.implementation import default_config
-from jax_mxfp4_moe.mxfp4 import dequantize
-from jax_mxfp4_moe.quantize import ROUNDINGS, SCALE_RULES, quantize
+from jax_mxfp4_moe.quantize import SCALE_RULES
 from jax_mxfp4_moe.route import route
 from jax_mxfp4_moe.testing import TOLERANCES, relative_error
 
@@ -44,7 +44,7 @@ def poisoned(facts):
 
 
 def run(case, activation_quant, product, shuffled=False, changes=None, **options):
-    """y and the buffers of a call."""
+    """y of a call."""
     problem = case.problem(activation_quant, **options)
     facts = facts_of(problem, product, shuffled, **(changes or {}))
     weights = case.weights
@@ -52,17 +52,19 @@ def run(case, activation_quant, product, shuffled=False, changes=None, **options
     if shuffled:
         assert all(layout.fits(a) for a in stacks)
         stacks = [layout.shuffle(a) for a in stacks]
-    biases = [b for b in (case.gate_up_bias, case.down_bias) if b is not None]
+    floats = [case.gate_up_bias, case.down_bias, options.get("activation_scale")]
+    floats = [np.asarray(a, np.float32) for a in floats if a is not None]
     flat = (problem.tokens, problem.top_k)
-    inputs = [case.x.reshape(problem.tokens, -1), *(part for a in stacks for part in (a.codes, a.scales)), *biases]
+    inputs = [case.x.reshape(problem.tokens, -1), *(part for a in stacks for part in (a.codes, a.scales)), *floats]
     inputs = list(map(to_torch, [*inputs, case.topk_weights.reshape(flat), case.topk_ids.reshape(flat)]))
     y = torch.full((problem.tokens, problem.hidden), float("nan"), dtype=getattr(torch, problem.out_dtype))
-    operands, buffers = pipeline.tensors_of(problem, inputs), poisoned(facts)
-    moe.pipeline(pipeline.TritonSteps(facts, operands, buffers, y, ptx=False), operands)
-    return y.float().numpy().reshape(case.x.shape), buffers
+    operands = pipeline.tensors_of(problem, inputs)
+    moe.pipeline(pipeline.TritonSteps(facts, operands, poisoned(facts), y, ptx=False), operands)
+    return y.float().numpy().reshape(case.x.shape)
 
 
 PATHS = {
+    "scaled": ("scaled", False, {}),
     "bits": ("bits", False, {}),
     "e4m3": ("e4m3", False, {}),
     "shuffled": ("e4m3", True, {}),
@@ -72,17 +74,29 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
+@functools.cache
+def layer_case(activation_quant, hidden, intermediate, scale):
+    """Slots and a token without an expert, an expert with more rows than a narrow tile has, one twice in a token; and y by the oracle."""
+    case = random_case(dtype="bfloat16", hidden=hidden, intermediate=intermediate, experts=3, biases=True)
+    case.topk_ids[4:, 0], case.topk_ids[4:, 1] = 1, 2 * (np.arange(9) % 2)
+    case.topk_ids[1, 0], case.topk_ids[2], case.topk_ids[3] = -1, 3, 2
+    return case, case.expected(activation_quant=activation_quant, activation_scale=scale)
+
+
 @pytest.mark.parametrize(
-    ("activation_quant", "hidden", "intermediate"), [(None, 96, 160), ("mxfp4", 128, 96), ("mxfp4", 416, 64)]
+    ("activation_quant", "path", "hidden", "intermediate", "scale"),
+    [
+        *((None, path, 96, 160, None) for path in PATHS if path != "scaled"),
+        *(("mxfp4", path, 416, 64, None) for path in PATHS),
+        ("mxfp4", "scaled", 128, 96, None),
+        *(("fp8", path, 128, 96, None) for path in ("bits", "shuffled", "expanded")),
+        *(("fp8", path, 128, 96, (0.01, 0.004)) for path in ("e4m3", "shuffled", "wide")),
+    ],
 )
-def test_layer(path, activation_quant, hidden, intermediate):
+def test_layer(activation_quant, path, hidden, intermediate, scale):
     product, shuffled, changes = PATHS[path]
-    case = random_case(dtype="bfloat16", hidden=hidden, intermediate=intermediate, biases=True, top_k=3)
-    case.topk_ids[1, 0], case.topk_ids[2] = -1, 5
-    case.topk_ids[3] = 2
-    y, _ = run(case, activation_quant, product, shuffled, changes)
-    expected = case.expected(activation_quant=activation_quant)
+    case, expected = layer_case(activation_quant, hidden, intermediate, scale)
+    y = run(case, activation_quant, product, shuffled, changes, activation_scale=scale)
     assert relative_error(y, expected) <= TOLERANCES["bfloat16", activation_quant]
     assert (y[2] == 0).all()
 
@@ -90,8 +104,8 @@ def test_layer(path, activation_quant, hidden, intermediate):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_wider_types(dtype, shuffled):
-    case = random_case(dtype=dtype, hidden=160, intermediate=96, tokens=5)
-    y, _ = run(case, None, "bits", shuffled)
+    case = random_case(dtype=dtype, hidden=160, intermediate=96, tokens=3, experts=2)
+    y = run(case, None, "bits", shuffled)
     assert relative_error(y, case.expected()) <= TOLERANCES[dtype, None]
 
 
@@ -107,7 +121,7 @@ def test_wider_types(dtype, shuffled):
 )
 def test_activations(activation, options):
     case = random_case(tokens=6, biases=True)
-    y, _ = run(case, None, "bits", activation=activation, **options)
+    y = run(case, None, "bits", activation=activation, **options)
     problem = case.problem(activation=activation, **options)
     arguments = testing.Case(
         *map(jnp.asarray, (case.x,)), case.weights, *map(jnp.asarray, (case.topk_weights, case.topk_ids))
@@ -118,13 +132,17 @@ def test_activations(activation, options):
 
 def test_router_weight_on_input():
     case = random_case(tokens=6, biases=True)
-    y, _ = run(case, None, "bits", apply_router_weight_on_input=True)
+    y = run(case, None, "bits", apply_router_weight_on_input=True)
     assert relative_error(y, case.expected(apply_router_weight_on_input=True)) <= TOLERANCES["float32", None]
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (7, 3, 5), (200, 4, 33), (520, 16, 40)])
-def test_routing(tokens, top_k, experts):
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (7, 3, 5), (15, 16, 33), (18, 64, 40)])
+def test_routing(tokens, top_k, experts, monkeypatch):
     """The same order as the reference, by each of the three ways; every row in one tile, of its expert."""
+    monkeypatch.setattr(
+        pipeline, "LIST_ROWS", 100
+    )  # the second and the third way are for more rows, which take long here
+    monkeypatch.setattr(pipeline, "FEW_ROWS", 1000)
     problem = random_case(tokens=1, hidden=32, intermediate=32).problem()
     problem = type(problem)(tokens, top_k, experts, 32, 32)
     ids = np.random.default_rng(tokens).integers(-1, experts + 1, (tokens, top_k)).astype(np.int32)
@@ -159,27 +177,68 @@ def awkward_rows(dtype):
 @pytest.mark.parametrize(
     ("dtype", "rounding", "scale_rule"),
     [
-        *itertools.product(["bfloat16"], ROUNDINGS, SCALE_RULES),
-        *itertools.product(["float32", "float16"], ROUNDINGS, ["even"]),
+        *(("bfloat16", "nearest_even", rule) for rule in SCALE_RULES),
+        ("bfloat16", "half_away", "even"),
+        ("float16", "nearest_even", "even"),
+        ("float32", "half_away", "rceil"),
     ],
 )
 def test_quantization_is_that_of_the_reference(dtype, rounding, scale_rule):
-    """Bit by bit, as the values that the product reads."""
+    """Bit by bit, as the values that the product reads, and as the bytes."""
     from jax_mxfp4_moe.implementations.triton.quantize import split_rows
 
     x = awkward_rows(dtype)
-    case = random_case(tokens=1, hidden=96, dtype=dtype)
-    facts = facts_of(case.problem("mxfp4", scale_rule=scale_rule, rounding=rounding), "bits")
+    problem = random_case(tokens=1, hidden=96, dtype=dtype).problem("mxfp4", scale_rule=scale_rule, rounding=rounding)
     planes = torch.zeros(24, 1, 96, dtype=torch.bfloat16)
     count = torch.tensor([24], dtype=torch.int32)
-    split_rows[(5,)](to_torch(x), planes, torch.zeros(24), count, 24, **facts.splitting(96))
-    expected = np.asarray(dequantize(quantize(jnp.asarray(x), scale_rule=scale_rule, rounding=rounding), jnp.bfloat16))
+    split_rows[(5,)](to_torch(x), planes, torch.zeros(24), count, 24, **facts_of(problem, "bits").splitting(96))
+    codes, scales = oracle.quantize(x, scale_rule, rounding)
+    packed = torch.zeros(25, 48, dtype=torch.uint8), torch.zeros(25, 3, dtype=torch.uint8)
+    split_rows[(5,)](to_torch(x), *packed, count, 24, **facts_of(problem, "scaled").splitting(96))
+    np.testing.assert_array_equal(packed[0].numpy(), np.pad(codes, ((0, 1), (0, 0))))
+    np.testing.assert_array_equal(packed[1].numpy(), np.pad(scales, ((0, 1), (0, 0))))
+    with np.errstate(over="ignore"):
+        expected = oracle.dequantize(codes, scales).astype(X_DTYPES["bfloat16"])
     k = np.arange(96)
     got = planes.view(torch.int16).numpy()[:, 0, (k & 1) * 48 + (k >> 1)]
     nan = np.isnan(expected.astype(np.float32))
     tiny = np.abs(expected.astype(np.float32)) < 2.0**-126  # zero in a product
     np.testing.assert_array_equal(np.isnan(torch.from_numpy(got.copy()).view(torch.bfloat16).float().numpy()), nan)
     np.testing.assert_array_equal(np.where(nan | tiny, 0, got), np.where(nan | tiny, 0, expected.view(np.int16)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product", "scale"),
+    [
+        ("bfloat16", "bits", None),
+        ("float32", "bits", 0.37),
+        ("float16", "e4m3", None),
+        ("bfloat16", "e4m3", 2.0**-100),
+        ("float32", "e4m3", 2.0**101),
+        ("bfloat16", "bits", float("nan")),
+    ],
+)
+def test_fp8_quantization_is_that_of_the_reference(dtype, product, scale):
+    """Bit by bit, codes and scales; all ties too."""
+    from jax_mxfp4_moe.implementations.triton.quantize import split_rows
+
+    x = awkward_rows(dtype)
+    ties = (oracle.E4M3_MAGNITUDES[1:] + oracle.E4M3_MAGNITUDES[:-1]) / 2
+    x[8], x[9] = [448, *ties[:95]], [-448, *-ties[31:]]
+    problem = random_case(tokens=1, hidden=96, dtype=dtype).problem("fp8", activation_scale=scale)
+    planes = torch.zeros(24, 1, 96, dtype=torch.bfloat16 if product == "bits" else torch.float8_e4m3fn)
+    scales = torch.zeros(24) if scale is None else torch.tensor(scale)
+    count = torch.tensor([24], dtype=torch.int32)
+    split_rows[(5,)](to_torch(x), planes, scales, count, 24, **facts_of(problem, product).splitting(96))
+    codes, expected_scales = oracle.quantize_fp8(x, scale)
+    k = np.arange(96)
+    at = (k & 1) * 48 + (k >> 1) if product == "bits" else ((k >> 2) & 1) * 48 + (k >> 3) * 4 + (k & 3)
+    got, expected = planes.double().numpy()[:, 0, at], oracle.E4M3_VALUES[codes]
+    np.testing.assert_array_equal(got, expected)
+    numbers = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(got)[numbers], np.signbit(expected)[numbers])
+    if scale is None:
+        np.testing.assert_array_equal(scales.numpy(), expected_scales)
 
 
 @triton.jit
@@ -203,12 +262,11 @@ def test_float8_weights_are_exact(mode):
     rng = np.random.default_rng(0)
     codes = np.concatenate([np.arange(256), rng.integers(0, 256, 768)]).astype(np.uint8).reshape(16, 64)
     d = (np.arange(64) % 12).reshape(16, 4).astype(np.int32)
-    values = np.asarray(dequantize(layout.Mxfp4Array(jnp.asarray(codes), jnp.asarray(d + 122, jnp.uint8)), jnp.float32))
     if mode == 3:
         d[:, 0] = 11  # the largest of each row is its base
-        a = layout.Mxfp4Array(jnp.asarray(codes[None]), jnp.asarray(d[None] + 122, jnp.uint8))
-        values = np.asarray(dequantize(a, jnp.float32))[0]
-        shuffled = layout.shuffle(a)
+    values = oracle.dequantize(codes, d + 122)
+    if mode == 3:
+        shuffled = layout.shuffle(layout.Mxfp4Array(jnp.asarray(codes[None]), jnp.asarray(d[None] + 122, jnp.uint8)))
         codes = np.asarray(shuffled.codes)[0].reshape(16, 64)
     out = torch.empty(16, 128)
     _decode[(1,)](to_torch(codes), to_torch(d), out, mode)
@@ -220,22 +278,35 @@ def test_float8_weights_are_exact(mode):
 
 def test_float8_weights_with_scales_far_apart():
     """In the packed layout a row's scales may have any span: blocks are then summed by ranges of twelve binades."""
-    case = random_case(dtype="bfloat16", hidden=256, intermediate=96, tokens=4)
-    case.gate_up[1][:, :, 1] = 20
+    case = random_case(dtype="bfloat16", hidden=128, intermediate=96, tokens=2, experts=2)
+    case.gate_up[1][:, ::2, 1] -= 24
     case.gate_up[1][:, ::3, 2] -= 13
-    case.gate_up[1][:, ::5, 3] = 0
+    case.gate_up[1][:, ::5, 3] -= 40
     case.down[1][:, ::2, 1] -= 30
-    y, _ = run(case, None, "e4m3")
+    y = run(case, None, "e4m3")
     assert relative_error(y, case.expected()) <= TOLERANCES["bfloat16", None]
 
 
-@pytest.mark.parametrize("product", ["bits", "e4m3"])
-def test_nan_scales(product):
-    case = random_case(dtype="bfloat16", tokens=3)
+@pytest.mark.parametrize(("activation_quant", "product"), [(None, "bits"), (None, "e4m3"), ("mxfp4", "scaled")])
+def test_nan_scales(activation_quant, product):
+    case = random_case(dtype="bfloat16", tokens=3, experts=2)
     case.down[1][:, 5, 0] = 255
-    y, _ = run(case, None, product)
+    y = run(case, activation_quant, product)
     assert np.isnan(y[:, 5]).all()
     assert not np.isnan(np.delete(y, 5, axis=1)).any()
+
+
+@pytest.mark.parametrize(
+    ("activation_quant", "product", "scale"),
+    [("mxfp4", "scaled", None), ("fp8", "bits", None), ("fp8", "e4m3", (0.01, float("nan")))],
+)
+def test_what_is_not_finite_becomes_nan(activation_quant, product, scale):
+    """In the rows of the tokens that hold it, or in all rows under a static scale that is none."""
+    case = random_case(dtype="bfloat16", tokens=3, experts=2)
+    case.x[0, 40], case.x[2, 3] = np.nan, -np.inf
+    y = run(case, activation_quant, product, activation_scale=scale)
+    assert np.isnan(y).all(axis=1).tolist() == [True, scale is not None, True]
+    assert np.isnan(y).any(axis=1).tolist() == [True, scale is not None, True]
 
 
 if __name__ == "__main__":

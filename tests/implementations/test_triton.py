@@ -3,9 +3,11 @@
 The interpreter replaces the compiler for a whole process, so that interpreted tests run in one process of their own.
 """
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,8 +17,9 @@ import numpy as np
 import pytest
 from cases import random_bytes
 
-from jax_mxfp4_moe import MoeWeights, Mxfp4Array
+from jax_mxfp4_moe import MoeWeights, Mxfp4Array, device
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
+from jax_mxfp4_moe.implementations.base import Config
 from jax_mxfp4_moe.implementations.triton import layout
 from jax_mxfp4_moe.implementations.triton.implementation import default_config
 from jax_mxfp4_moe.problem import MoeProblem
@@ -39,14 +42,14 @@ def test_kernels_in_the_interpreter():
 def _compiled(target, problem, product, **changes):
     from crosscompile import compile_for
 
-    from jax_mxfp4_moe.implementations.base import Config
     from jax_mxfp4_moe.implementations.torch_call import BufferSpec
     from jax_mxfp4_moe.implementations.triton.pipeline import Facts
 
     shuffled = dict(changes).pop("shuffled", False)
     config = Config.of({**dict(default_config(problem, product).items), **changes})
     inputs = [BufferSpec((1,), problem.dtype), *[BufferSpec((1,), "uint8")] * 4]
-    inputs += [BufferSpec((1,), "float32")] * (problem.has_gate_up_bias + problem.has_down_bias)
+    floats = problem.has_gate_up_bias + problem.has_down_bias + problem.has_activation_scale
+    inputs += [BufferSpec((1,), "float32")] * floats
     inputs += [BufferSpec((1,), "float32"), BufferSpec((1,), "int32")]
     return compile_for(target, Facts(problem, config, shuffled), inputs, ptx=target == "sm_90")
 
@@ -63,14 +66,13 @@ PREFILL = MoeProblem(4096, 4, 32, 2880, 2880, activation="swiglu_oai", activatio
         DECODE,
         PREFILL,
         MoeProblem(16, 9, 257, 7168, 256, activation_quant="mxfp4"),
+        MoeProblem(16, 9, 257, 7168, 256, activation_quant="fp8", has_activation_scale=True),
         MoeProblem(5, 2, 8, 96, 160, "float32"),
     ],
-    ids=["decode", "prefill", "quantized", "float32"],
+    ids=["decode", "prefill", "quantized", "fp8", "float32"],
 )
 def test_kernels_compile_for_gfx950_and_gfx942(target, problem):
     """Every kernel: no spills, no scratch, LDS that fits, and the products on matrix instructions."""
-    import re
-
     for name, kernel in _compiled(target, problem, "bits").items():
         text = kernel.asm["amdgcn"]
         spills = re.findall(r"\.(?:[vs]gpr_spill_count|private_segment_fixed_size):\s*(\d+)", text)
@@ -78,6 +80,57 @@ def test_kernels_compile_for_gfx950_and_gfx942(target, problem):
         assert set(spills) == {"0"}, name
         assert kernel.metadata.shared <= (160 if target == "gfx950" else 64) * 1024, name
         assert ("v_mfma" in text) == name.startswith("stage"), name
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "problem",
+    [
+        MoeProblem(16, 9, 257, 7168, 256, activation_quant="mxfp4"),
+        MoeProblem(512, 8, 256, 7168, 2048, activation_quant="mxfp4"),
+        dataclasses.replace(PREFILL, activation_quant="mxfp4", has_gate_up_bias=True, has_down_bias=True),
+        MoeProblem(5, 2, 8, 96, 160, "float32", activation_quant="mxfp4"),
+    ],
+    ids=["decode", "middle", "prefill", "float32"],
+)
+def test_scaled_products_compile_for_gfx950(problem, capfd):
+    """MXFP4 by MXFP4 on the instructions that take scales along; no spills, no scratch, LDS that fits, no complaint of the compiler."""
+    kernels = _compiled("gfx950", problem, "scaled")
+    assert "error" not in capfd.readouterr().err.lower()
+    for name, kernel in kernels.items():
+        text = kernel.asm["amdgcn"]
+        unwanted = re.findall(r"\.(?:[vs]gpr_spill_count|private_segment_fixed_size):\s*(\d+)", text)
+        assert set(unwanted) == {"0"}, name
+        assert kernel.metadata.shared <= 160 * 1024, name
+        products = set(re.findall(r"v_s?mfmac?_\w+", text))
+        assert len(products) == name.startswith("stage"), name
+        assert all(p.startswith("v_mfma_scale_") and p.endswith("_f8f6f4") for p in products), name
+
+
+def test_a_scaled_product_is_for_mxfp4_activations():
+    from jax_mxfp4_moe.implementations.triton.pipeline import Facts
+
+    with pytest.raises(
+        ValueError, match=r"product='scaled' .* activation_quant='fp8'; expected activation_quant='mxfp4'"
+    ):
+        Facts(MoeProblem(16, 9, 257, 7168, 256, activation_quant="fp8"), Config.of({"product": "scaled"})).mode  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("arch", "activation_quant", "products"),
+    [
+        ("gfx950", "mxfp4", ["scaled", "bits"]),
+        ("gfx950", "fp8", ["bits"]),
+        ("gfx950", None, ["bits"]),
+        ("gfx942", "mxfp4", ["bits"]),
+    ],
+)
+def test_the_default_product_on_gfx950_and_gfx942(monkeypatch, arch, activation_quant, products):
+    monkeypatch.setattr(device, "arch", lambda platform: arch)
+    problem = MoeProblem(16, 9, 257, 7168, 256, activation_quant=activation_quant)
+    configs = IMPLEMENTATIONS["triton"].configs(problem, "rocm")
+    assert list(dict.fromkeys(config["product"] for config in configs)) == products
+    assert min(configs[0]["warps1"], configs[0]["warps2"]) >= 2
 
 
 @needs_triton

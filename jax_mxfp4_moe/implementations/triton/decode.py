@@ -18,6 +18,8 @@ SHUFFLED = tl.constexpr(3)
 """float8 products of shuffled weights."""
 EXPANDED = tl.constexpr(4)
 """The same, decoded beforehand, for when every weight is used many times."""
+SCALED = tl.constexpr(5)
+"""Products of packed weights and packed activations as they are, by instructions that take the scales along."""
 
 FOLD = tl.constexpr(11)
 """Binades that fold into an E4M3 exponent without touching subnormals: 0.5 * 2 ** -5 .. 6 * 2 ** 6."""
@@ -130,6 +132,31 @@ def e4m3_bits(code, fold):
 
 
 @triton.jit
+def look_up(codes, small, large):
+    """Elements 0..3 and 4..7 of every four bytes in the layout of `layout.py`, from the E4M3 bytes of the eight magnitudes. PTX."""
+    first, second = tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 which, value, sign;
+        and.b32 which, $2, 0x77777777;
+        prmt.b32 value, $3, $7, which;
+        and.b32 sign, $2, 0x80808080;
+        or.b32 $0, value, sign;
+        shr.b32 which, which, 16;
+        prmt.b32 value, $3, $7, which;
+        shl.b32 sign, $2, 4;
+        and.b32 sign, sign, 0x80808080;
+        or.b32 $1, value, sign;
+        }""",
+        constraints="=r,=r,r,r,r,r,r,r,r,r,r",
+        args=[codes, small, large],
+        dtype=(tl.int8, tl.int8),
+        is_pure=True,
+        pack=4,
+    )
+    return first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
 def shuffled_to_e4m3(codes, d, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl.constexpr):
     """The same as `to_e4m3` in the layout of `layout.py`; d: int32 [ROWS, BLOCKS], 0..12."""
     BYTES: tl.constexpr = BLOCKS * 16
@@ -137,27 +164,7 @@ def shuffled_to_e4m3(codes, d, ROWS: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl
         # The E4M3 bytes of the eight magnitudes, with d in the exponent of all but zero.
         small = spread_shuffled(d * 0x08080800 + 0x14100800, ROWS, BLOCKS)
         large = spread_shuffled(d * 0x08080808 + 0x24201C18, ROWS, BLOCKS)
-        first, second = tl.inline_asm_elementwise(
-            asm="""{
-            .reg .b32 which, value, sign;
-            and.b32 which, $2, 0x7777;
-            prmt.b32 value, $3, $7, which;
-            and.b32 sign, $2, 0x80808080;
-            or.b32 $0, value, sign;
-            shr.b32 which, $2, 16;
-            and.b32 which, which, 0x7777;
-            prmt.b32 value, $3, $7, which;
-            shl.b32 sign, $2, 4;
-            and.b32 sign, sign, 0x80808080;
-            or.b32 $1, value, sign;
-            }""",
-            constraints="=r,=r,r,r,r,r,r,r,r,r,r",
-            args=[codes, small, large],
-            dtype=(tl.int8, tl.int8),
-            is_pure=True,
-            pack=4,
-        )
-        return first.to(tl.float8e4nv, bitcast=True), second.to(tl.float8e4nv, bitcast=True)
+        return look_up(codes, small, large)
     else:
         codes = codes.to(tl.int32)
         fold = spread_shuffled(d * 8, ROWS, BLOCKS)

@@ -24,24 +24,32 @@ from jax_mxfp4_moe.weights import MoeWeights
 MIN_CAPABILITY = 80
 E4M3_ARCHS = ("sm_90",)
 """Where products of E4M3 values were measured."""
+SCALED_ARCHS = ("gfx950",)
+"""Those with matrix instructions that take MXFP4 scales along."""
 MAX_EXPERTS = 4096
 EXPAND_ROWS = 256
 """Rows of an average expert from which prepared weights are decoded once for all, into the workspace."""
 WIDE_ROWS = 512
-"""Rows of an average expert from which bfloat16 activations are multiplied as bfloat16."""
+"""Rows of an average expert from which bfloat16 activations are multiplied as bfloat16 with packed weights."""
+SPECIALIZE_ROWS = 64
+"""Rows of an average expert from which the kernel for Hopper is faster."""
 
 
 class TritonImplementation(Implementation):
     """Triton kernels.
 
     Config:
-      product: "bits" (bfloat16 products; prepared weights are decoded beforehand) or "e4m3" (float8 products of exactly converted
-        weights; sm_90, for x in bfloat16 or quantized activations).
+      product: "bits" (bfloat16 products; prepared weights are decoded beforehand), "e4m3" (float8 products of exactly converted
+        weights; sm_90, for x in bfloat16 or quantized activations), or "scaled" (products of MXFP4 with MXFP4 by instructions that take the
+        scales along; gfx950, for "mxfp4" activations and packed weights, and two warps at least, since Triton makes bfloat16
+        products of it for one).
       tile_rows: rows of one expert in a tile.   group: row tiles that share a column tile in turn.
       block_f, block_k1, warps1, stages1: columns of h and elements of D in a step of stage 1, warps and load stages.
       block_d, block_k2, warps2, stages2: the same for stage 2.
       span: column tiles that a program of stage 2 goes over, where one step holds all of F.
       expand: 1 to decode prepared weights once, into a workspace of a byte a weight.
+      specialize: rows in a tile, 64 or 128, of the kernel for Hopper (`hopper.py`), which prepared weights then take, whatever `product`
+        and `expand` say; 0 for none.
     """
 
     name = "triton"
@@ -72,8 +80,6 @@ class TritonImplementation(Implementation):
             return f"needs compute capability 8.0 or later, found {device.arch(platform)}"
         if problem is None:
             return None
-        if problem.activation_quant not in (None, "mxfp4"):
-            return f"cannot quantize activations to {problem.activation_quant!r}, only to 'mxfp4'"
         if problem.experts > MAX_EXPERTS:
             return f"sorts by at most {MAX_EXPERTS} experts, found {problem.experts}"
         if 2 * problem.intermediate * layout.padded(problem.hidden) >= 2**31:
@@ -99,11 +105,24 @@ class TritonImplementation(Implementation):
         return _with_stacks(weights, layout.unshuffle(weights.gate_up), layout.unshuffle(weights.down))
 
     def configs(self, problem: MoeProblem, platform: str) -> list[Config]:
-        """By the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that."""
-        able = problem.activation_quant == "mxfp4" or problem.dtype == "bfloat16"
-        many = problem.activation_quant is None and problem.rows >= WIDE_ROWS * problem.experts
-        e4m3 = able and _has_float8(platform) and not many  # two float8 products cost more than a bfloat16 one
-        return [default_config(problem, "e4m3" if e4m3 else "bits")]
+        """First by the rows of an average expert: narrow tiles while weights are what is waited for, wide ones after that.
+
+        Then that one with some other values, for tuning.
+        """
+        quant, average = problem.activation_quant, _average_rows(problem)
+        if quant == "mxfp4" and _has_scaled(platform):
+            return [default_config(problem, "scaled"), default_config(problem, "bits")]
+        if not _has_float8(platform) or (quant is None and problem.dtype != "bfloat16"):
+            return _with_neighbours(default_config(problem, "bits"), ())
+        many = quant is None and average >= WIDE_ROWS  # two float8 products cost more than a bfloat16 one
+        default = default_config(problem, "bits" if many else "e4m3")
+        if not _has_gluon():
+            return _with_neighbours(default, ())
+        if average < SPECIALIZE_ROWS:
+            return _with_neighbours(default, (64,))
+        tile = 128 if average >= EXPAND_ROWS or problem.intermediate >= 1024 else 64
+        group = 8 if average >= WIDE_ROWS else 2
+        return _with_neighbours(Config.of({**dict(default.items), "specialize": tile, "group": group}), (64, 128))
 
     def run(
         self,
@@ -140,14 +159,46 @@ def _has_float8(platform: str) -> bool:
     return platform == "cuda" and device.arch(platform) in E4M3_ARCHS
 
 
+def _has_scaled(platform: str) -> bool:
+    return platform == "rocm" and device.arch(platform) in SCALED_ARCHS
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether this triton has what `hopper.py` is written in."""
+    try:
+        from jax_mxfp4_moe.implementations.triton import hopper  # noqa: F401
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _average_rows(problem: MoeProblem) -> float:
+    return problem.rows / max(1, min(problem.experts, problem.rows))
+
+
+def _with_neighbours(first: Config, tiles: tuple[int, ...]) -> list[Config]:
+    """`first`, then what differs from it in one respect; tiles: those of the kernel for Hopper to try."""
+    values = dict(first.items)
+    if values["specialize"]:
+        other = [{"specialize": tile, "group": group} for tile in tiles for group in (1, 2, 4, 8, 16)]
+    else:
+        rows, f, d = values["tile_rows"], values["block_f"], values["block_d"]
+        other = [{"tile_rows": 2 * rows}, {"tile_rows": rows // 2}, {"block_f": 96 - f}, {"block_d": 192 - d}]
+        other += [{"block_k1": 384 - values["block_k1"]}, {"span": values["span"] // 2}, {"span": 2 * values["span"]}]
+        other += [{f"warps{i}": 12 - values[f"warps{i}"]} for i in (1, 2)] + [{"specialize": tile} for tile in tiles]
+        other = [changes for changes in other if min(changes.values()) > 0]
+    return list(dict.fromkeys([first, *(Config.of({**values, **changes}) for changes in other)]))
+
+
 def _with_stacks(weights: MoeWeights, gate_up: Mxfp4Array, down: Mxfp4Array) -> MoeWeights:
     return weights.replace(gate_up=gate_up, down=down)
 
 
 def default_config(problem: MoeProblem, product: str) -> Config:
-    """A sane config for `problem`, from its shape alone; the numbers are from sweeps on an H200."""
-    average = problem.rows / max(1, min(problem.experts, problem.rows))
-    planes = 1 if problem.activation_quant == "mxfp4" or (product == "bits" and problem.dtype == "bfloat16") else 2
+    """A sane config for `problem`, from its shape alone; the numbers are from sweeps on an H200, those of "scaled" from none."""
+    average = _average_rows(problem)
+    planes = 1 if problem.activation_quant is not None or (product == "bits" and problem.dtype == "bfloat16") else 2
     expand = average >= EXPAND_ROWS
     most = 128 // planes if expand else 64 // planes if product == "e4m3" else 64
     tile_rows = min(most, max(16 // planes, 1 << (math.ceil(average * 0.9) - 1).bit_length()))
@@ -167,6 +218,7 @@ def default_config(problem: MoeProblem, product: str) -> Config:
         "stages2": 3,
         "span": 1,
         "expand": int(expand),
+        "specialize": 0,
     }
     if problem.intermediate <= 512 and not expand:  # one step of stage 2 holds all of F
         values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "block_d": 64, "span": 8}
@@ -178,4 +230,9 @@ def default_config(problem: MoeProblem, product: str) -> Config:
         values |= {"block_k1": 256, "block_k2": 256, "stages1": 3, "stages2": 3}
     elif expand and problem.dtype == "bfloat16":
         values |= {"block_f": 128, "block_k1": 64, "stages1": 3, "block_d": 256, "block_k2": 64, "stages2": 3}
+    if product == "scaled":  # rows and weights take half a byte an element, so that longer steps fit
+        block_k = 128 if columns >= 64 else 256
+        values |= {"block_k1": block_k, "block_k2": block_k, "span": 1, "expand": 0}
+        if expand:
+            values |= {"block_f": 64, "block_d": 128}
     return Config.of(values)

@@ -37,11 +37,11 @@ class TritonWeights(NamedTuple):
     down: Packed
     gate_up_bias: Any
     down_bias: Any
-    activation_scale: None = None
+    activation_scale: Any = None
 
 
 class Planes(NamedTuple):
-    """Rows in operand form (see `quantize.py`): planes [rows, PLANES, n], and a float32 factor for each row."""
+    """Rows in operand form (see `quantize.py`): planes [rows, PLANES, n], and float32 factors, one for each row or one for all."""
 
     planes: Any
     row_scales: Any
@@ -59,23 +59,61 @@ class Facts:
     @functools.cached_property
     def mode(self) -> int:
         """How operands are made, of those in `decode`."""
+        product, quant = self.config["product"], self.problem.activation_quant
+        if product == "scaled" and quant != "mxfp4":
+            raise ValueError(
+                f"triton: product='scaled' in the config given with activation_quant={quant!r}; expected "
+                "activation_quant='mxfp4', whose values such a product multiplies. Choose product='bits'."
+            )
+        if (product == "e4m3" or self.specializes) and quant is None and self.problem.dtype != "bfloat16":
+            raise ValueError(
+                f"triton: a float8 product in the config given for x of {self.problem.dtype}; expected bfloat16 or quantized "
+                "activations, which it holds exactly. Choose product='bits' and specialize=0."
+            )
         if self.shuffled:
-            return decode.SHUFFLED.value if self.config["product"] == "e4m3" else decode.WIDE.value
-        return decode.E4M3.value if self.config["product"] == "e4m3" else decode.BITS.value
+            return decode.SHUFFLED.value if product == "e4m3" or self.specializes else decode.WIDE.value
+        return {"bits": decode.BITS, "e4m3": decode.E4M3, "scaled": decode.SCALED}[product].value
+
+    @functools.cached_property
+    def specializes(self) -> bool:
+        """Whether the products run in `hopper.py`."""
+        return self.shuffled and self.config["specialize"] > 0
 
     @functools.cached_property
     def expands(self) -> bool:
         """Whether weights are decoded beforehand, into the workspace."""
+        if self.specializes:
+            return False
         return self.mode == decode.WIDE.value or (self.shuffled and bool(self.config["expand"]))
+
+    @functools.cached_property
+    def tile_rows(self) -> int:
+        """Rows of one expert in a tile."""
+        return self.config["specialize" if self.specializes else "tile_rows"]
 
     @functools.cached_property
     def planes(self) -> int:
         """Rows of operands that stand for one row."""
-        if self.problem.activation_quant == "mxfp4":
+        if self.problem.activation_quant is not None:
             return 1
         if self.mode >= decode.E4M3.value:
             return 2
         return {"bfloat16": 1, "float16": 2, "float32": 3}[self.problem.dtype]
+
+    @functools.cached_property
+    def quant(self) -> int:
+        """What rows are rounded to, of those in `quantize`; 0 leaves them as they are."""
+        if self.problem.activation_quant == "fp8":
+            return quantize.STATIC_FP8.value if self.problem.has_activation_scale else quantize.FP8.value
+        return quantize.MXFP4.value if self.problem.activation_quant == "mxfp4" else 0
+
+    @functools.cached_property
+    def row_scales(self) -> int:
+        """Factors that products multiply rows by: 0 none, 1 one for each row, 2 one for all."""
+        if self.quant == quantize.STATIC_FP8.value:
+            return 2
+        has = self.quant == quantize.FP8.value or decode.E4M3.value <= self.mode <= decode.EXPANDED.value
+        return int(has)
 
     @functools.cached_property
     def width(self) -> int:
@@ -86,7 +124,7 @@ class Facts:
     def tiles(self) -> int:
         """Most tiles that any routing can have."""
         rows, experts = self.problem.rows, self.problem.experts
-        return min(rows, rows // self.config["tile_rows"] + min(experts, rows))
+        return min(rows, rows // self.tile_rows + min(experts, rows))
 
     @functools.cached_property
     def chunks(self) -> int:
@@ -102,6 +140,15 @@ class Facts:
         """Everything between x and y, by name."""
         p, tiles = self.problem, self.tiles
         planes = "float8_e4m3fn" if self.mode >= decode.E4M3.value else "bfloat16"
+
+        def rows(name: str, count: int, n: int) -> dict[str, BufferSpec]:
+            values, scales = BufferSpec((count, self.planes, self.padded(n)), planes), BufferSpec((count,), "float32")
+            if self.mode == decode.SCALED.value:
+                values, scales = BufferSpec((count, n // 2), "uint8"), BufferSpec((count, n // BLOCK), "uint8")
+            return {f"{name}_planes": values, f"{name}_scales": scales}
+
+        # The kernels for Hopper write what a slot adds to y in y's own type, which halves those bytes.
+        narrow = p.out_dtype == "bfloat16" and self.mode not in (decode.BITS.value, decode.SCALED.value)
         wide = {}
         if self.expands:
             up = (p.experts, 2 * p.intermediate, self.padded(p.hidden))
@@ -115,12 +162,10 @@ class Facts:
             "tile_row": BufferSpec((tiles,), "int32"),
             "tile_count": BufferSpec((1,), "int32"),
             "counts": BufferSpec((max(1, self.chunks), self.width), "int32"),
-            "x_planes": BufferSpec((p.tokens, self.planes, self.padded(p.hidden)), planes),
-            "x_scales": BufferSpec((p.tokens,), "float32"),
+            **rows("x", p.tokens, p.hidden),
             "h": BufferSpec((p.rows, p.intermediate), p.dtype),
-            "h_planes": BufferSpec((p.rows, self.planes, self.padded(p.intermediate)), planes),
-            "h_scales": BufferSpec((p.rows,), "float32"),
-            "rows": BufferSpec((p.rows, p.hidden), "float32"),
+            **rows("h", p.rows, p.intermediate),
+            "rows": BufferSpec((p.rows, p.hidden), "bfloat16" if narrow else "float32"),
         }
 
     def splitting(self, n: int) -> dict[str, Any]:
@@ -132,7 +177,7 @@ class Facts:
             "PLANES": self.planes,
             "BLOCKS": min(128, 1 << (blocks - 1).bit_length()),
             "MODE": self.mode,
-            "QUANT": self.problem.activation_quant == "mxfp4",
+            "QUANT": self.quant,
             "CARRY": SCALE_RULE_CARRY[self.problem.scale_rule],
             "HALF_AWAY": self.problem.rounding == "half_away",
             "num_warps": 8 if blocks > 64 else 4 if blocks > 8 else 1,
@@ -189,16 +234,18 @@ class TritonSteps:
     def route(self, topk_ids: Any) -> None:
         """Step 1, and step 2 in the same launch; results are in `buffers`."""
         f, b, p = self.facts, self.buffers, self.facts.problem
-        rows = (self.operands.x, b["x_planes"], b["x_scales"])
+        static = self.operands.weights.activation_scale if p.has_activation_scale else None
+        x_scales = b["x_scales"] if static is None else static[0]
+        rows = (self.operands.x, b["x_planes"], x_scales)
         lists = tuple(b[name] for name in ("offsets", "tile_expert", "tile_row", "tile_count"))
         sizes = {"EXPERTS": p.experts, "WIDTH": f.width}
-        tile = {**sizes, "TILE": f.config["tile_rows"]}
+        tile = {**sizes, "TILE": f.tile_rows}
         splitting = f.splitting(p.hidden)
         ranks = -(-p.rows // route.RANK.value)
         if not f.chunks:
             lists_too = p.rows <= LIST_ROWS
             first = 1 if lists_too else (p.experts + route.RANK.value) // route.RANK.value
-            scan = min(1024, max(32, 1 << (p.rows - 1).bit_length()))
+            scan = min(256, max(32, 1 << (p.rows - 1).bit_length()))
             constants = {**tile, "SCAN": scan, "LIST": lists_too, **splitting, "num_warps": 8}
             grid = (first + ranks + p.tokens,)
             self.launch(
@@ -214,20 +261,24 @@ class TritonSteps:
         self.launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
         self.launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
 
-    def quantize(self, x: Any, scale: None = None) -> Planes:
-        """Steps 2 and 4: rows in operand form, rounded to MXFP4 if the problem asks for it."""
+    def quantize(self, x: Any, scale: Any = None) -> Planes:
+        """Steps 2 and 4: rows in operand form, rounded to what the problem asks for. `scale` is the static one of "fp8", or None."""
         f, b, p = self.facts, self.buffers, self.facts.problem
         if x is self.operands.x:
-            return Planes(b["x_planes"], b["x_scales"])  # by `route`
+            return Planes(b["x_planes"], b["x_scales"] if scale is None else scale)  # by `route`
         count = b["offsets"][p.experts :]
         grid = (min(p.rows, MAX_SPLIT_PROGRAMS),)
-        args = (x, b["h_planes"], b["h_scales"], count, p.rows)
+        scales = b["h_scales"] if scale is None else scale
+        args = (x, b["h_planes"], scales, count, p.rows)
         self.launch(quantize.split_rows, grid, *args, **f.splitting(p.intermediate))
-        return Planes(b["h_planes"], b["h_scales"])
+        return Planes(b["h_planes"], scales)
 
     def stage1(self, x: Planes, gate_up: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
         """Step 3; h [rows, F] in sorted order."""
         f, p, config = self.facts, self.facts.problem, self.facts.config
+        if f.specializes:
+            self._specialized(x, gate_up, bias, topk_weights, self.buffers["h"], p.hidden, p.intermediate, gated=True)
+            return self.buffers["h"]
         block = config["block_f"]
         gate_up = self._expanded("gate_up", gate_up, 2 * p.intermediate, p.hidden)
         self.launch(
@@ -241,7 +292,38 @@ class TritonSteps:
 
     def stage2(self, h: Planes, down: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
         """Step 5; y [tokens, D]."""
-        f, p, config, rows = self.facts, self.facts.problem, self.facts.config, self.buffers["rows"]
+        f, p, rows = self.facts, self.facts.problem, self.buffers["rows"]
+        if f.specializes:
+            self._specialized(h, down, bias, topk_weights, rows, p.intermediate, p.hidden, gated=False)
+        else:
+            self._stage2(h, down, bias, topk_weights, rows)
+        width = min(1024, 1 << (p.hidden - 1).bit_length())
+        self.launch(
+            stage2.combine, (p.tokens, -(-p.hidden // width)), rows, self.operands.topk_ids, self.y,
+            D=p.hidden, TOP_K=p.top_k, EXPERTS=p.experts, BLOCK=width, num_warps=4,
+        )  # fmt: skip
+        return self.y
+
+    def _specialized(
+        self, rows: Planes, stack: Packed, bias: Any, topk_weights: Any, out: Any, n: int, width: int, *, gated: bool
+    ) -> None:
+        """Either product, by the kernel for Hopper."""
+        from jax_mxfp4_moe.implementations.triton import hopper
+
+        f, p = self.facts, self.facts.problem
+        columns = -(-width // (hopper.HALF.value if gated else 2 * hopper.HALF.value))
+        self.launch(
+            hopper.hopper_product, (min(_multiprocessors(out.device), f.tiles * columns),),
+            *rows, *stack, bias, topk_weights, *self._lists(), out,
+            K=f.padded(n), WIDTH=width, TOP_K=p.top_k, PLANES=f.planes, GATED=gated, HAS_BIAS=bias is not None,
+            WEIGHTED=p.apply_router_weight_on_input == gated, ROW_SCALES=f.row_scales,
+            ACTIVATION=stage1.ACTIVATIONS[p.activation], ALPHA=p.activation_alpha or 0.0, LIMIT=p.activation_limit or 0.0,
+            TILE=f.tile_rows, GROUP=f.config["group"], STAGES=hopper.stages(f.planes, f.tile_rows), num_warps=4,
+        )  # fmt: skip
+
+    def _stage2(self, h: Planes, down: Packed, bias: Any, topk_weights: Any, rows: Any) -> None:
+        """Rows of the down product, by the portable kernels."""
+        f, p, config = self.facts, self.facts.problem, self.facts.config
         block, constant = config["block_d"], self._product(p.intermediate, "2")
         down = self._expanded("down", down, p.hidden, p.intermediate)
         args = (*h, *down, bias, topk_weights, *self._lists(), rows)
@@ -259,12 +341,6 @@ class TritonSteps:
             self.launch(stage2.stage2_spans, grid, *args, SPAN=config["span"], **constants, **constant)
         else:
             self.launch(stage2.stage2, (f.tiles * columns,), *args, **constants, **constant)
-        width = min(1024, 1 << (p.hidden - 1).bit_length())
-        self.launch(
-            stage2.combine, (p.tokens, -(-p.hidden // width)), rows, self.operands.topk_ids, self.y,
-            D=p.hidden, TOP_K=p.top_k, EXPERTS=p.experts, BLOCK=width, num_warps=4,
-        )  # fmt: skip
-        return self.y
 
     def _expanded(self, name: str, stack: Packed, rows: int, n: int) -> Packed:
         """A stack decoded into the workspace, if the config asks for it."""
@@ -285,7 +361,8 @@ class TritonSteps:
         """Arguments that `product.multiply` and its callers take."""
         f, config = self.facts, self.facts.config
         n = f.padded(n)
-        block_k = min(config[f"block_k{stage}"], max(128 if f.shuffled else 64, 1 << (n - 1).bit_length()))
+        least = 128 if f.shuffled or f.mode == decode.SCALED.value else 64
+        block_k = min(config[f"block_k{stage}"], max(least, 1 << (n - 1).bit_length()))
         return {
             "K": n,
             "PLANES": f.planes,
@@ -294,10 +371,17 @@ class TritonSteps:
             "BLOCK_K": block_k,
             "GROUP": config["group"],
             "MODE": decode.EXPANDED.value if f.expands and f.mode == decode.SHUFFLED.value else f.mode,
+            "ROW_SCALES": f.row_scales,
             "PTX": self.ptx,
             "STAGES": config[f"stages{stage}"],
             "num_warps": config[f"warps{stage}"],
         }
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    """Those of a GPU; those of an H200 where kernels are only compiled."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def has_ptx() -> bool:
@@ -312,8 +396,9 @@ def tensors_of(problem: MoeProblem, inputs: Sequence[Any]) -> Operands:
     gate_up, down = (Packed(next(left), next(left)) for _ in range(2))
     gate_up_bias = next(left) if problem.has_gate_up_bias else None
     down_bias = next(left) if problem.has_down_bias else None
+    scale = next(left)[:2] if problem.has_activation_scale else None  # `warm` brings longer ones
     topk_weights, topk_ids = left
-    return Operands(x, TritonWeights(gate_up, down, gate_up_bias, down_bias), topk_weights, topk_ids)  # type: ignore[arg-type]
+    return Operands(x, TritonWeights(gate_up, down, gate_up_bias, down_bias, scale), topk_weights, topk_ids)  # type: ignore[arg-type]
 
 
 ALIGNMENT = 16

@@ -13,6 +13,9 @@ from jax_mxfp4_moe.implementations.triton.decode import (
     to_e4m3,
 )
 
+E2M1 = tl.constexpr("e2m1")
+"""The name of the format; some versions of Triton's interpreter want it as a constexpr."""
+
 
 @triton.jit
 def pick_tile(program, tile_count, TILES: tl.constexpr, GROUP: tl.constexpr):
@@ -71,14 +74,28 @@ def load_operand(x, rows, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def load_packed(x, x_scales, rows, mask, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_K // 2, N] bytes and [N, BLOCK_K // 32] scales of packed rows from column k; past K codes are 0 as those of the weights."""
+    at = k // 2 + tl.arange(0, BLOCK_K // 2)
+    blocks = k // 32 + tl.arange(0, BLOCK_K // 32)
+    if K % BLOCK_K != 0:
+        inside = mask[None, :] & (at[:, None] < K // 2)
+        blocks = tl.minimum(blocks, K // 32 - 1)
+    else:
+        inside = mask[None, :]
+    c = tl.load(x + rows[None, :] * (K // 2) + at[:, None], mask=inside, other=0)
+    return c, tl.load(x_scales + rows[:, None] * (K // 32) + blocks[None, :], mask=mask[:, None], other=0)
+
+
+@triton.jit
 def multiply(
-    codes, scales, expert, w, x, rows, mask,
+    codes, scales, expert, w, x, x_scales, rows, mask,
     WEIGHT_ROWS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, MODE: tl.constexpr,
     PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """[ROWS, N] float32: weight rows w of `expert`, which has WEIGHT_ROWS, times operand rows `rows`.
 
-    With E4M3 the row scales of x are left to the caller. K is padded to whole groups in the shuffled layout.
+    Where the operand form has a factor for each row, that is left to the caller. K is padded to whole groups in the shuffled layout.
     """
     BLOCKS: tl.constexpr = BLOCK_K // 32
     HALF: tl.constexpr = BLOCK_K // 2
@@ -150,6 +167,12 @@ def multiply(
                     scale = tl.where(top == 255, 255, tl.maximum(top - low, 0))
                     acc += part * power_of_two(scale)[:, None]
         acc *= 0.015625  # 2 ** (5 - FOLD)
+    elif MODE == 5:
+        w = expert.to(tl.int64) * WEIGHT_ROWS + w
+        for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            c, s = load_weights(codes, scales, w, k, K, BLOCK_K)
+            xc, xs = load_packed(x, x_scales, rows, mask, k, K, BLOCK_K)
+            acc = tl.dot_scaled(c, s.to(tl.uint8), E2M1, xc, xs, E2M1, acc)
     else:
         w = expert.to(tl.int64) * WEIGHT_ROWS + w
         for k in tl.range(0, K, BLOCK_K, num_stages=STAGES):

@@ -1,21 +1,36 @@
-"""Steps 2 and 4: rows are brought to the operand form of the products, rounded to MXFP4 on the way where the problem asks for it.
+"""Steps 2 and 4: rows are brought to the operand form of the products, rounded on the way to what the problem asks for.
 
 The operand form of a row is PLANES rows of K elements whose weighted sum is the row, in the order of `decode.quad_position`:
 
   BITS  bfloat16 planes, weight 1: one holds a bfloat16 row or MXFP4 values, two a float16 row and three a float32 row. Exact.
   E4M3  float8 planes times a power of two a row: one holds MXFP4 values, two (weights 1 and 2 ** -5) a bfloat16 row. Exact where
         an element is within 2 ** -15 of the row's largest; below that the error is at most 2 ** -22 of the largest.
+
+In both, one plane holds "fp8" activations: the E4M3 values themselves, exact, whose float32 scale is the row's factor.
+
+  SCALED  the MXFP4 bytes as they are, in their own order: codes [rows, K // 2] in the place of planes, and scales [rows, K // 32] in
+          that of factors, all uint8.
 """
 
 import triton
 import triton.language as tl
 
-from jax_mxfp4_moe.implementations.triton.decode import e2m1_to_float32, power_of_two, quad_position
+from jax_mxfp4_moe.implementations.triton.decode import power_of_two, quad_position
+
+MXFP4 = tl.constexpr(1)
+"""QUANT of rows that are rounded to MXFP4; 0 leaves them as they are."""
+FP8 = tl.constexpr(2)
+"""QUANT of rows that are rounded to E4M3, each with a scale of its own."""
+STATIC_FP8 = tl.constexpr(3)
+"""The same with one scale, which `row_scales` points to, for all."""
 
 
 @triton.jit
-def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
-    """The values that `jax_mxfp4_moe.quantize` rounds x to, bit by bit; x: [blocks, 8, 4] float32."""
+def encode_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
+    """Codes and scales that `jax_mxfp4_moe.quantize` gives x, bit by bit; x: [blocks, 8, 4] float32.
+
+    int32 both, the scales [blocks, 1, 1]; where a scale is 255 codes mean nothing.
+    """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     amax = tl.max(tl.max(magnitude, axis=2), axis=1)[:, None, None]
@@ -35,8 +50,58 @@ def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
     code += (scaled >= 0x40600000).to(tl.int32)
     code += (scaled >= 0x40A00000 + e).to(tl.int32)
     code |= (bits >> 28) & 8
-    value = e2m1_to_float32(code) * power_of_two(scale)
+    return code, tl.where(amax >= 0x7F800000, 255, scale)
+
+
+@triton.jit
+def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
+    """The values of `encode_mxfp4`'s codes and scales, float32, in half the instructions; NaN where the scale is 255."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    amax = tl.max(tl.max(magnitude, axis=2), axis=1)[:, None, None]
+    scale = tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)
+    # Exact from 2 ** -126 up, and what is below rounds to 0 anyway.
+    q = magnitude.to(tl.float32, bitcast=True) * power_of_two(254 - scale)
+    b = q.to(tl.int32, bitcast=True)
+    if HALF_AWAY:
+        small = tl.where(q >= 0.75, 1.0, tl.where(q >= 0.25, 0.5, 0.0))
+        large = (b + 0x200000) & -0x400000
+    else:
+        small = tl.where(q >= 0.75, 1.0, tl.where(q > 0.25, 0.5, 0.0))
+        large = (b + 0x1FFFFF + ((b >> 22) & 1)) & -0x400000
+    value = tl.where(q < 1.0, small, tl.minimum(large.to(tl.float32, bitcast=True), 6.0)) * power_of_two(scale)
+    value = (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     return tl.where(amax >= 0x7F800000, float("nan"), value)
+
+
+@triton.jit
+def round_to_e4m3(x, inverse):
+    """The E4M3 values nearest to x * inverse, as `jax_mxfp4_moe.quantize.quantize_fp8` rounds, in float32; NaN for what is not finite."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    q = tl.minimum(magnitude.to(tl.float32, bitcast=True) * inverse, 448.0)
+    # Normal values keep three bits of the mantissa; below 2 ** -6 the sum keeps multiples of 2 ** -9. To nearest, ties to even.
+    b = q.to(tl.int32, bitcast=True)
+    normal = ((b + 0x7FFFF + ((b >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    value = tl.where(q < 0.015625, (q + 16384.0) - 16384.0, normal)
+    value = (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where(magnitude >= 0x7F800000, float("nan"), value)
+
+
+@triton.jit
+def static_scale(scale):
+    """The float32 value that `scale` points to; NaN if it is none of 2 ** -100 .. 2 ** 100."""
+    s = tl.load(scale)
+    return tl.where((s >= 7.888609052210118e-31) & (s <= 1.2676506002282294e30), s, float("nan"))
+
+
+@triton.jit
+def row_factors(row_scales, at, mask, ROW_SCALES: tl.constexpr):
+    """Factors of rows `at`, float32: one each, or one for all (ROW_SCALES 2)."""
+    if ROW_SCALES == 2:
+        return tl.where(mask, static_scale(row_scales), 0.0)
+    else:
+        return tl.load(row_scales + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -54,7 +119,7 @@ def load_row(
     blocks = block + tl.arange(0, BLOCKS)[:, None, None]
     k = blocks * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
     v = tl.load(x + row * K + k, mask=blocks < K // 32, other=0.0).to(tl.float32)
-    if QUANT:
+    if QUANT == 1:
         v = round_to_mxfp4(v, CARRY, HALF_AWAY)
     return v
 
@@ -67,13 +132,53 @@ def split_row(
 ):  # fmt: skip
     """Writes the operand form of one row."""
     row = row.to(tl.int64)
+    if MODE == 5:
+        pack_row(x, planes, row_scales, row, K, BLOCKS, CARRY, HALF_AWAY)
+    else:
+        plane_row(x, planes, row_scales, row, K, PADDED, PLANES, BLOCKS, MODE, QUANT, CARRY, HALF_AWAY)
+
+
+@triton.jit
+def pack_row(
+    x, codes, scales, row, K: tl.constexpr, BLOCKS: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr
+):
+    """Writes the MXFP4 bytes of one row."""
+    for block in range(0, K // 32, BLOCKS):
+        v = load_row(x, row, block, K, BLOCKS, 0, CARRY, HALF_AWAY)
+        code, scale = encode_mxfp4(v, CARRY, HALF_AWAY)
+        code = tl.where(scale == 255, 0, code)
+        even, odd = tl.split(tl.reshape(code, (BLOCKS, 16, 2)))
+        blocks = block + tl.arange(0, BLOCKS)
+        at = codes + row * (K // 2) + (blocks * 16)[:, None] + tl.arange(0, 16)[None, :]
+        tl.store(at, (even | (odd << 4)).to(tl.uint8), mask=(blocks < K // 32)[:, None])
+        scale = tl.reshape(scale, (BLOCKS,)).to(tl.uint8)
+        tl.store(scales + row * (K // 32) + blocks, scale, mask=blocks < K // 32)
+
+
+@triton.jit
+def plane_row(
+    x, planes, row_scales, row,
+    K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
+):  # fmt: skip
+    """Writes the planes of one row."""
     out = planes + row * PLANES * PADDED
-    if MODE >= 2:
+    if QUANT == 2 or (QUANT < 2 and MODE >= 2):
         amax = 0
         for block in range(0, K // 32, BLOCKS):
-            v = load_row(x, row, block, K, BLOCKS, False, CARRY, HALF_AWAY)
+            v = load_row(x, row, block, K, BLOCKS, 0, CARRY, HALF_AWAY)
             bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
             amax = tl.maximum(amax, tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0))
+    if QUANT >= 2:
+        if QUANT == 2:
+            scale = tl.cast(amax, tl.float32, bitcast=True) * 0.002232142857142857
+            scale = tl.where(amax >= 0x7F800000, float("nan"), tl.maximum(scale, 7.888609052210118e-31))
+            tl.store(row_scales + row, scale)
+        else:
+            scale = static_scale(row_scales)
+        # A plain division may be an approximate one.
+        inverse = tl.div_rn(1.0, scale)
+    elif MODE >= 2:
         # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too. Rounding to MXFP4 may raise
         # an element to the next power of two at most, which is left room for.
         exponent = tl.minimum(tl.maximum((260 if QUANT else 261) - (amax >> 23), 1), 254)
@@ -82,11 +187,14 @@ def split_row(
         tl.store(row_scales + row, down)
     for block in range(0, PADDED // 32, BLOCKS):
         v = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
+        if QUANT >= 2:
+            v = tl.where(scale == scale, round_to_e4m3(v, inverse), 0.0)
         blocks = block + tl.arange(0, BLOCKS)[:, None, None]
         at = quad_position(blocks, tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :], PADDED, MODE)
         inside = tl.broadcast_to(blocks < PADDED // 32, (BLOCKS, 8, 4))
         if MODE >= 2:
-            v = tl.where(amax >= 0x7F800000, 0.0, v * up)
+            if QUANT < 2:
+                v = tl.where(amax >= 0x7F800000, 0.0, v * up)
             high = v.to(tl.float8e4nv)
             tl.store(out + at, high, mask=inside)
             if PLANES == 2:

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from jax_mxfp4_moe.implementations.triton.product import add_planes, multiply, pick_tile
+from jax_mxfp4_moe.implementations.triton.quantize import row_factors
 
 SILU = tl.constexpr(0)
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "swiglu_oai": 3, "silu_clamped": 4, "silu_post_clamped": 5}
@@ -55,7 +56,7 @@ def stage1(
     HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr,
-    PTX: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """h [rows, F] in sorted order. Grid: bound of tiles times ceil(F / BLOCK_F)."""
     count = tl.load(tile_count)
@@ -73,14 +74,14 @@ def stage1(
         r = tl.arange(0, ROWS)
         w = (r // BLOCK_F) * F + tl.minimum(column * BLOCK_F + r % BLOCK_F, F - 1)
         acc = multiply(
-            codes, scales, e, w, planes, token.to(tl.int64) * PLANES + n // TILE, mask,
+            codes, scales, e, w, planes, row_scales, token.to(tl.int64) * PLANES + n // TILE, mask,
             2 * F, K, ROWS, N, BLOCK_K, MODE, PTX, STAGES,
         )  # fmt: skip
         acc = add_planes(acc, ROWS, TILE, STACK, MODE)
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        if MODE >= 2:
-            acc *= tl.load(row_scales + slot // TOP_K, mask=m < end, other=0.0)[None, :]
+        if ROW_SCALES:
+            acc *= row_factors(row_scales, slot // TOP_K, m < end, ROW_SCALES)[None, :]
         if WEIGHTED:
             acc *= tl.load(topk_weights + slot, mask=m < end, other=0.0)[None, :]
         if HAS_BIAS:

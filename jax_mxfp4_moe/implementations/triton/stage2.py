@@ -1,10 +1,11 @@
-"""Step 5: the grouped down product, one float32 row a slot, and the sum of each token's rows. No atomics: the same bits in every run."""
+"""Step 5: the grouped down product, one row a slot, and the sum of each token's rows. No atomics: the same bits in every run."""
 
 import triton
 import triton.language as tl
 
 from jax_mxfp4_moe.implementations.triton.decode import power_of_two, shuffled_to_e4m3
 from jax_mxfp4_moe.implementations.triton.product import add_planes, load_operand, load_shuffled, multiply, pick_tile
+from jax_mxfp4_moe.implementations.triton.quantize import row_factors
 
 
 @triton.jit
@@ -13,9 +14,9 @@ def stage2(
     K: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr, STACK: tl.constexpr,
     HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr,
-    PTX: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out [slots, D] float32, weighted. Grid: bound of tiles times ceil(D / BLOCK_D)."""
+    """out [slots, D], weighted. Grid: bound of tiles times ceil(D / BLOCK_D)."""
     count = tl.load(tile_count)
     tile, column = pick_tile(tl.program_id(0), count, tl.cdiv(D, BLOCK_D), GROUP)
     if tile < count:
@@ -29,20 +30,20 @@ def stage2(
         d = column * BLOCK_D + tl.arange(0, BLOCK_D)
         w = tl.minimum(d, D - 1)
         acc = multiply(
-            codes, scales, e, w, planes, p.to(tl.int64) * PLANES + n // TILE, mask,
+            codes, scales, e, w, planes, row_scales, p.to(tl.int64) * PLANES + n // TILE, mask,
             D, K, BLOCK_D, N, BLOCK_K, MODE, PTX, STAGES,
         )  # fmt: skip
         acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE)
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        if MODE >= 2:
-            acc *= tl.load(row_scales + m, mask=m < end, other=0.0)[None, :]
+        if ROW_SCALES:
+            acc *= row_factors(row_scales, m, m < end, ROW_SCALES)[None, :]
         if HAS_BIAS:
             acc += tl.load(bias + e.to(tl.int64) * D + w).to(tl.float32)[:, None]
         if WEIGHTED:
             acc *= tl.load(topk_weights + slot, mask=m < end, other=0.0)[None, :]
         at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
-        tl.store(at, acc, mask=(m < end)[None, :] & (d < D)[:, None])
+        tl.store(at, acc.to(out.dtype.element_ty), mask=(m < end)[None, :] & (d < D)[:, None])
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def stage2_spans(
     K: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr, STACK: tl.constexpr,
     HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, MODE: tl.constexpr,
-    PTX: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The same for K of one step in the shuffled layout: a program keeps its rows of h and goes over SPAN column tiles.
 
@@ -71,7 +72,7 @@ def stage2_spans(
         )
         m = start + tl.arange(0, TILE)
         slot = tl.load(order + m, mask=m < end, other=0)
-        h_scale = tl.load(row_scales + m, mask=m < end, other=0.0) * 0.015625
+        h_scale = row_factors(row_scales, m, m < end, ROW_SCALES) * 0.015625
         if WEIGHTED:
             factor = tl.load(topk_weights + slot, mask=m < end, other=0.0)
         codes += e.to(tl.int64) * (D * K // 2)
@@ -89,7 +90,8 @@ def stage2_spans(
                 acc += tl.load(bias + e.to(tl.int64) * D + d).to(tl.float32)[:, None]
             if WEIGHTED:
                 acc *= factor[None, :]
-            tl.store(out + slot.to(tl.int64)[None, :] * D + d[:, None], acc, mask=(m < end)[None, :])
+            at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
+            tl.store(at, acc.to(out.dtype.element_ty), mask=(m < end)[None, :])
 
 
 @triton.jit
@@ -105,5 +107,5 @@ def combine(rows, topk_ids, y, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl
         slot = token * TOP_K + k
         e = tl.load(topk_ids + slot)
         width = tl.where((e >= 0) & (e < EXPERTS), D, 0)
-        total += tl.load(rows + slot * D + d, mask=d < width, other=0.0)
+        total += tl.load(rows + slot * D + d, mask=d < width, other=0.0).to(tl.float32)
     tl.store(y + token * D + d, total.to(y.dtype.element_ty), mask=d < D)
