@@ -141,9 +141,12 @@ def buffers_of(facts: launches.Facts) -> dict[str, torch.Tensor]:
 
 def call(layer: Layer, facts: launches.Facts, buffers: dict, i: int = 0, only: str | set | None = None) -> None:
     def launch(kernel, grid, *args, **constants):
+        name = kernel.__name__
+        if name == "hopper_product":
+            name = "stage1" if constants["GATED"] else "stage2"
         if isinstance(only, set):
-            only.add(kernel.__name__)
-        elif only is None or kernel.__name__ == only or (only == "stage2" and kernel.__name__ == "stage2_spans"):
+            only.add(name)
+        elif only is None or name == only or (only == "stage2" and name == "stage2_spans"):
             launches.launch(kernel, grid, *args, **constants)
 
     operands = launches.tensors_of(layer.problem, layer.inputs(i, facts.shuffled))
@@ -154,7 +157,7 @@ def routed(layer: Layer, buffers: dict, facts: launches.Facts) -> bool:
     """Whether the last call with ids[0] sorted its rows as torch does."""
     p, ids = layer.problem, layer.ids[0].flatten()
     counts = torch.bincount(ids, minlength=p.experts)
-    tiles = -(-counts // facts.config["tile_rows"])
+    tiles = -(-counts // facts.tile_rows)
     count = int(buffers["tile_count"])
     return (
         torch.equal(buffers["order"].long(), torch.argsort(ids, stable=True))

@@ -82,18 +82,38 @@ class Candidate:
 
 
 def candidate(
-    problem: MoeProblem, case: testing.Case, implementation: str, config: Config | str, bridge: str | None
+    problem: MoeProblem,
+    case: testing.Case,
+    implementation: str,
+    config: Config | str,
+    bridge: str | None,
+    *,
+    calls: int = 1,
 ) -> Candidate:
-    """The call of one implementation with exactly `config`, or the preset of that name, under `jax.jit`."""
-    call = functools.partial(
+    """The call of one implementation with exactly `config`, or the preset of that name, under `jax.jit`.
+
+    With `calls` above 1 one program makes that many, one after another, and returns what each gives. XLA records five calls and more
+    into a CUDA graph by itself, so that what is timed is the work of the GPU and not of Python.
+    """
+    call: Callable[..., jax.Array] = functools.partial(
         mxfp4_moe,
         implementation=implementation,
         config=config if isinstance(config, str) else dict(config.items),
         bridge=bridge,
         **testing.options(problem),
     )
+
+    def one_after_another(
+        x: jax.Array, weights: Any, topk_weights: jax.Array, topk_ids: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        results = []
+        for _ in range(calls):
+            results.append(call(x, weights, topk_weights, topk_ids))
+            x, results[-1] = jax.lax.optimization_barrier((x, results[-1]))
+        return tuple(results)
+
     arguments = (case.x, prepare(case.weights, implementation), case.topk_weights, case.topk_ids)
-    compiled = jax.jit(call)
+    compiled = jax.jit(call if calls == 1 else one_after_another)
     lowered = compiled.lower(*arguments)
     return Candidate(lambda: compiled(*arguments), _temp_bytes(lowered), _bridge_of(lowered.as_text()))
 

@@ -21,6 +21,10 @@ def gpus() -> list:
     return devices[: torch.cuda.device_count()]
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than ten seconds on a GPU; leave out with -m 'not slow'")
+
+
 def pytest_collection_modifyitems(items):
     here = pathlib.Path(__file__).parent
     ours = [item for item in items if here in pathlib.Path(item.fspath).parents]
