@@ -150,7 +150,7 @@ def draw(problem: MoeProblem, seed: int, routing: str = "distinct", *, spread: b
     )
 
 
-FEW = 10_000
+FEW = 1_000_000
 """Elements of h up to which a problem counts as small."""
 NOISE = {"bfloat16": 2e-4, "float16": 2e-4, "float32": 2e-5}
 """Relative error of h by the type of x: the tensor core keeps some 13 bits of a float8 sum."""

@@ -339,14 +339,13 @@ before = device.memory_stats()["peak_bytes_in_use"]
 prepared = jax.block_until_ready(prepare(weights, "triton"))
 peak = device.memory_stats()["peak_bytes_in_use"]
 print(f"{prepared.layout}: packed {packed / 1e6:.0f} MB, peak before {before / packed:.2f} and in prepare {peak / packed:.2f} times that")
-assert before < 1.2 * packed, "the measurement starts too high"
-assert peak <= 3 * packed
+assert before < 1.8 * packed, "the measurement starts too high"
+assert peak <= 2.5 * packed
 """
 
 
 def test_memory_of_prepare(python):
-    """The packed stacks, the prepared ones, and for one stack at a time what reordering it takes: int32 scales, a quarter of its codes,
-    and up to one transposed copy. Together no more than 3 times the packed stacks."""
+    """The packed stacks, the prepared ones, and what reordering takes on the way: no more than 2.5 times the packed stacks."""
     done = python(PEAK)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     print(done.stdout)

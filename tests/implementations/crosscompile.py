@@ -21,6 +21,12 @@ _TYPES = {
 }  # fmt: skip
 
 
+def _gluon_source():
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    return GluonASTSource
+
+
 @dataclasses.dataclass
 class Recorder:
     """A `launch` that compiles for `target`; `kernels` are the results by name."""
@@ -42,7 +48,7 @@ class Recorder:
                 signature[name] = "i32"
             else:
                 signature[name], constexprs[(i,)] = "constexpr", value
-        source = ASTSource(kernel, signature, constexprs, attrs)
+        source = (_gluon_source() if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
         self.kernels[kernel.__name__] = triton.compile(source, target=self.target, options=options)
 
 

@@ -387,7 +387,11 @@ def test_scales_that_the_weights_hold(name):
     weights = case.weights.replace(activation_quant="fp8", activation_scale=jnp.asarray(SCALES, jnp.float32))
     expected = case.run(activation_quant="fp8", activation_scale=SCALES, **run)
     np.testing.assert_array_equal(case.run(weights=weights, **run), expected)
-    np.testing.assert_array_equal(case.run(weights=prepare(weights, name), **run), expected)
+    prepared = case.run(weights=prepare(weights, name), **run)  # another order of sums, where there is a layout
+    assert (
+        relative_error(np.asarray(prepared, np.float64), np.asarray(expected, np.float64))
+        <= TOLERANCES["float32", "fp8"]
+    )
     np.testing.assert_array_equal(
         case.run(weights=weights, activation_scale=SCALES[::-1], **run),
         case.run(activation_quant="fp8", activation_scale=SCALES[::-1], **run),

@@ -20,7 +20,7 @@ from cases import random_bytes
 from jax_mxfp4_moe import MoeWeights, Mxfp4Array, device
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
 from jax_mxfp4_moe.implementations.base import Config
-from jax_mxfp4_moe.implementations.triton import layout
+from jax_mxfp4_moe.implementations.triton import decode, layout
 from jax_mxfp4_moe.implementations.triton.implementation import default_config
 from jax_mxfp4_moe.problem import MoeProblem
 
@@ -151,6 +151,54 @@ def test_float8_kernels_compile_for_sm_90(changes):
     for name in ("stage1", "stage2", "stage2_spans"):
         if name in kernels:
             assert "wgmma.mma_async" in kernels[name].asm["ptx"], name
+
+
+@needs_triton
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.nvidia") is None,
+    reason="no triton with its NVIDIA part",
+)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        dataclasses.replace(PREFILL, has_gate_up_bias=True, has_down_bias=True),
+        dataclasses.replace(DECODE, activation_quant="fp8"),
+    ],
+    ids=["two planes", "one plane"],
+)
+def test_the_kernel_for_hopper_compiles_for_sm_90(problem):
+    """Three groups of warps that share the registers unevenly; products by wgmma, and room for the ring and what else is shared."""
+    kernel = _compiled("sm_90", problem, "e4m3", shuffled=True, specialize=128, expand=0)["hopper_product"]
+    assert "wgmma.mma_async" in kernel.asm["ptx"]
+    assert "setmaxnreg" in kernel.asm["ptx"]
+    assert "mbarrier" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 64, 512, 16384])
+def test_configs_on_sm_90(monkeypatch, dtype, activation_quant, tokens):
+    """Float8 sums keep 13 bits, so that only x in bfloat16 goes through them by default; candidates differ, and each is one."""
+    from jax_mxfp4_moe.implementations.triton.pipeline import Facts
+
+    monkeypatch.setattr(device, "arch", lambda platform: "sm_90")
+    problem = MoeProblem(tokens, 8, 32, 2880, 2880, dtype, dtype, activation_quant=activation_quant)
+    configs = IMPLEMENTATIONS["triton"].configs(problem, "cuda")
+    assert len(set(configs)) == len(configs) > 1
+    for config in configs:
+        for shuffled in (False, True):
+            mode = Facts(problem, config, shuffled).mode
+            assert (mode >= decode.E4M3.value) <= (dtype == "bfloat16")
+
+
+def test_a_float8_product_of_float32_activations_is_refused():
+    from jax_mxfp4_moe.implementations.base import Config
+    from jax_mxfp4_moe.implementations.triton.pipeline import Facts
+
+    for changes in ({"product": "e4m3", "specialize": 0}, {"product": "bits", "specialize": 64}):
+        with pytest.raises(ValueError, match="float8 product in the config given for x of float32"):
+            Facts(MoeProblem(4, 2, 8, 128, 128, "float32"), Config.of(changes), True).mode  # noqa: B018
 
 
 def random_array(rng, rows, length) -> Mxfp4Array:

@@ -40,7 +40,7 @@ class TritonImplementation(Implementation):
 
     Config:
       product: "bits" (bfloat16 products; prepared weights are decoded beforehand), "e4m3" (float8 products of exactly converted
-        weights; sm_90, for x in bfloat16 or quantized activations), or "scaled" (products of MXFP4 with MXFP4 by instructions that take the
+        weights; sm_90, by default for x in bfloat16), or "scaled" (products of MXFP4 with MXFP4 by instructions that take the
         scales along; gfx950, for "mxfp4" activations and packed weights, and two warps at least, since Triton makes bfloat16
         products of it for one).
       tile_rows: rows of one expert in a tile.   group: row tiles that share a column tile in turn.
@@ -112,7 +112,9 @@ class TritonImplementation(Implementation):
         quant, average = problem.activation_quant, _average_rows(problem)
         if quant == "mxfp4" and _has_scaled(platform):
             return [default_config(problem, "scaled"), default_config(problem, "bits")]
-        if not _has_float8(platform) or (quant is None and problem.dtype != "bfloat16"):
+        if (
+            not _has_float8(platform) or problem.dtype != "bfloat16"
+        ):  # float8 sums keep 13 bits: enough for bfloat16 only
             return _with_neighbours(default_config(problem, "bits"), ())
         many = quant is None and average >= WIDE_ROWS  # two float8 products cost more than a bfloat16 one
         default = default_config(problem, "bits" if many else "e4m3")

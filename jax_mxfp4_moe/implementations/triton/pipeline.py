@@ -21,6 +21,8 @@ FEW_ROWS = 1 << route.SHIFT.value
 LIST_ROWS = 512
 """Up to here one program counts rows and lists tiles beside those that rank; beyond, one more launch lists."""
 MAX_SPLIT_PROGRAMS = 4096
+NARROW_BYTES = 64 << 20
+"""Above this many bytes of float32 rows, about the cache of an H200, stage 2 rounds them to bfloat16 where y is that."""
 
 
 class Packed(NamedTuple):
@@ -147,8 +149,9 @@ class Facts:
                 values, scales = BufferSpec((count, n // 2), "uint8"), BufferSpec((count, n // BLOCK), "uint8")
             return {f"{name}_planes": values, f"{name}_scales": scales}
 
-        # The kernels for Hopper write what a slot adds to y in y's own type, which halves those bytes.
-        narrow = p.out_dtype == "bfloat16" and self.mode not in (decode.BITS.value, decode.SCALED.value)
+        # Where what the slots add to y does not fit the cache, the kernels for Hopper write it in y's own type: half the bytes.
+        many = 4 * p.rows * p.hidden > NARROW_BYTES
+        narrow = many and p.out_dtype == "bfloat16" and self.mode not in (decode.BITS.value, decode.SCALED.value)
         wide = {}
         if self.expands:
             up = (p.experts, 2 * p.intermediate, self.padded(p.hidden))
@@ -334,11 +337,13 @@ class TritonSteps:
             "BLOCK_D": block,
         }
         columns = -(-p.hidden // block)
-        one_step = constant["K"] <= constant["BLOCK_K"] and p.hidden % block == 0
+        # No bias: Triton 3.6 copies it ahead in that kernel's loop, and the copies are wrong.
+        one_step = bias is None and constant["K"] <= constant["BLOCK_K"] and p.hidden % block == 0
         if f.mode == constant["MODE"] == decode.SHUFFLED.value and config["span"] > 1 and one_step:
             del constant["GROUP"]
             grid = (f.tiles * -(-columns // config["span"]),)
-            self.launch(stage2.stage2_spans, grid, *args, SPAN=config["span"], **constants, **constant)
+            del constants["HAS_BIAS"]
+            self.launch(stage2.stage2_spans, grid, *h, *down, *args[5:], SPAN=config["span"], **constants, **constant)
         else:
             self.launch(stage2.stage2, (f.tiles * columns,), *args, **constants, **constant)
 

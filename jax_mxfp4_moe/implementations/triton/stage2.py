@@ -48,13 +48,13 @@ def stage2(
 
 @triton.jit
 def stage2_spans(
-    planes, row_scales, codes, scales, bias, topk_weights, order, offsets, tile_expert, tile_row, tile_count, out,
+    planes, row_scales, codes, scales, topk_weights, order, offsets, tile_expert, tile_row, tile_count, out,
     K: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr, STACK: tl.constexpr,
-    HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, MODE: tl.constexpr,
     ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same for K of one step in the shuffled layout: a program keeps its rows of h and goes over SPAN column tiles.
+    """The same without bias for K of one step in the shuffled layout: a program keeps its rows of h and goes over SPAN column tiles.
 
     D is a multiple of BLOCK_D. Grid: bound of tiles times ceil(D / BLOCK_D / SPAN).
     """
@@ -86,8 +86,6 @@ def stage2_spans(
             acc = tl.dot(w0, x0)
             acc = tl.dot(w1, x1, acc)
             acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE) * power_of_two(base)[:, None] * h_scale[None, :]
-            if HAS_BIAS:
-                acc += tl.load(bias + e.to(tl.int64) * D + d).to(tl.float32)[:, None]
             if WEIGHTED:
                 acc *= factor[None, :]
             at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
