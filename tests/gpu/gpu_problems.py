@@ -152,8 +152,9 @@ def draw(problem: MoeProblem, seed: int, routing: str = "distinct", *, spread: b
 
 FEW = 1_000_000
 """Elements of h up to which a problem counts as small."""
-NOISE = {"bfloat16": 2e-4, "float16": 2e-4, "float32": 2e-5}
-"""Relative error of h by the type of x: the tensor core keeps some 13 bits of a float8 sum."""
+NOISE = {"bfloat16": 5e-4, "float16": 2e-4, "float32": 2e-5}
+"""Relative error of h by the type of x. bfloat16 goes through float8 sums, of which the tensor core keeps some 13 bits: emulated for K = 320,
+they are 5.5e-4 of the products' root mean square off."""
 
 
 class Expected(NamedTuple):
@@ -200,7 +201,10 @@ def evaluate(problem: MoeProblem, t: Tensors) -> Expected:
     h = activate(*product.chunk(2, dim=-1), p)
     slack = 0.0
     if p.activation_quant is not None and h.numel() <= FEW:
-        ways = torch.randn(h.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).sign()
+        # Slots of a token on one expert are off in the same way.
+        ways = torch.randn(
+            p.tokens, 1, p.intermediate, device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+        ).sign()
         noise = ways * NOISE[p.dtype] * (h.abs() + h.abs().mean(-1, keepdim=True))
         slack = float((second_half(h + noise) - second_half(h - noise)).norm())
     return Expected(second_half(h).cpu().numpy(), slack)

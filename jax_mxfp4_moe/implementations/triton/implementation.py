@@ -183,7 +183,7 @@ def _with_neighbours(first: Config, tiles: tuple[int, ...]) -> list[Config]:
     """`first`, then what differs from it in one respect; tiles: those of the kernel for Hopper to try."""
     values = dict(first.items)
     if values["specialize"]:
-        other = [{"specialize": tile, "group": group} for tile in tiles for group in (1, 2, 4, 8, 16)]
+        other = [{"specialize": tile, "group": group} for tile in tiles for group in (2, 8)]
     else:
         rows, f, d = values["tile_rows"], values["block_f"], values["block_d"]
         other = [{"tile_rows": 2 * rows}, {"tile_rows": rows // 2}, {"block_f": 96 - f}, {"block_d": 192 - d}]
