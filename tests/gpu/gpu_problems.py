@@ -153,8 +153,8 @@ def draw(problem: MoeProblem, seed: int, routing: str = "distinct", *, spread: b
 FEW = 1_000_000
 """Elements of h up to which a problem counts as small."""
 NOISE = {"bfloat16": 5e-4, "float16": 2e-4, "float32": 2e-5}
-"""Relative error of h by the type of x. bfloat16 goes through float8 sums, of which the tensor core keeps some 13 bits: emulated for K = 320,
-they are 5.5e-4 of the products' root mean square off."""
+"""Relative error of h by the type of x. bfloat16 goes through float8 sums, of which the tensor core keeps some 13 bits: emulated for
+K = 320, they are 5.5e-4 of the products' root mean square off."""
 
 
 class Expected(NamedTuple):
