@@ -14,6 +14,7 @@ import jax
 
 from jax_mxfp4_moe import device
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS, torch_call
+from jax_mxfp4_moe.implementations.aiter import kernels as aiter_kernels
 from jax_mxfp4_moe.implementations.aiter import known_releases, release
 from jax_mxfp4_moe.implementations.aiter import tables as aiter_tables
 from jax_mxfp4_moe.tuning import table
@@ -33,6 +34,9 @@ VARIABLES = (
     aiter_tables.CONFIG_VARIABLE,
     release.FLYDSL_FORCE_VARIABLE,
     "AITER_BYPASS_TUNE_CONFIG",
+    "AITER_KSPLIT",
+    aiter_kernels.NATIVE_FP4_VARIABLE,
+    aiter_kernels.STAGE2_FP8_VARIABLE,
 )
 """Environment variables that decide what runs, and who gets the device's memory where JAX and torch share one."""
 

@@ -568,6 +568,81 @@ def test_the_default_names_aiters_own_row_where_that_is_the_figure_there_is(monk
         assert "no row for the shape: no time recorded" in AITER.configs(other, "cpu")[0].source
 
 
+@pytest.mark.parametrize(
+    ("profile", "flydsl"), [("v0.1.15", True), ("v0.1.16", False), ("v0.1.16", True), ("HEAD", True)]
+)
+def test_the_default_names_aiters_own_row_only_where_aiter_runs_it(profile, flydsl, monkeypatch):
+    """From v0.1.16 on FlyDSL's kernels run in the place of a row of CK's: its time is not theirs."""
+    names_of_row = {f"kernelName{n}": names.ck_name_for(n, 64) for n in (1, 2)}
+    own = config.row(64, 256, 256, 6, 3, block_m=64, us=77.5, **names_of_row)
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+    rule = HALF_UP if profile == "v0.1.15" else RCEIL
+    with installed(profile, flydsl=flydsl) as sim:
+        source = AITER.configs(odd_case().problem(activation_quant="mxfp4", **rule), "cpu")[0].source
+        check(**rule)
+        if flydsl and profile != "v0.1.15":
+            assert "aiter's own choice, which is not its row (tuned_fmoe.csv line 2): no time recorded" in source
+            assert any(name.startswith("flydsl_moe1") for name in sim.calls)
+        else:
+            assert "tuned_fmoe.csv line 2; aiter's own row, which it chooses itself: 77.5 us" in source
+
+
+def native_row(monkeypatch):
+    """aiter's own table names the newer pipeline's kernels for the odd case."""
+    names_of_row = {f"kernelName{n}": f"flydsl_mxmoe_g{n}_a4w4_32x256x256" for n in (1, 2)}
+    own = config.row(64, 256, 256, 6, 3, block_m=32, us=1.0, **names_of_row)
+    monkeypatch.setattr(config, "vendor_rows", lambda profile: [own])
+
+
+@pytest.mark.parametrize(
+    ("profile", "flydsl", "told"),
+    [
+        ("v0.1.18", False, "native kernels need FlyDSL, .*: install the flydsl that it names, or leave config unset"),
+        ("HEAD", False, "native kernels need FlyDSL"),
+        ("v0.1.13", True, "flydsl_mxmoe_g1_a4w4_32x256x256 is not registered in this aiter: correct the row, or leave"),
+        ("v0.1.17", True, "is not registered in this aiter"),
+    ],
+)
+def test_aiter_own_fused_moe_is_refused_where_it_cannot_launch_its_row(profile, flydsl, told, monkeypatch):
+    """Its newer kernels without flydsl, or on a release that does not know them: the default goes around them."""
+    native_row(monkeypatch)
+    rule = HALF_UP if profile == "v0.1.13" else RCEIL
+    with installed(profile, flydsl=flydsl) as sim:
+        with pytest.raises(ValueError, match=f"its fused_moe would fail .*{told}"):
+            call(odd_case(), prepared(), config="vendor", **rule)
+        check(**rule)
+        assert "fused_moe" not in sim.calls
+
+
+@pytest.mark.parametrize("switch", [kernels.NATIVE_FP4_VARIABLE, kernels.STAGE2_FP8_VARIABLE])
+def test_aiter_own_fused_moe_is_refused_where_a_switch_lets_it_round_slots(switch, monkeypatch):
+    """Fewer bits than were asked for, and no row of the table says so."""
+    native_row(monkeypatch)
+    with installed("HEAD", flydsl=True) as sim:
+        problem = odd_case().problem(activation_quant="mxfp4", **RCEIL)
+        for value, pipeline in (("0", "vendor"), ("1", "two_stage")):
+            monkeypatch.setenv(switch, value)
+            assert AITER.configs(problem, "cpu")[0]["pipeline"] == pipeline
+        with pytest.raises(
+            ValueError, match=rf"may round every slot's result .*{switch}=1 .*: unset {switch}, or leave"
+        ):
+            call(odd_case(), prepared(), config="vendor", **RCEIL)
+        check(**RCEIL)
+        assert "fused_moe" not in sim.calls
+
+
+def test_aiter_stage_2_that_sums_slots_is_refused_where_a_switch_lets_it_round_them(monkeypatch):
+    given = row(32, None, "flydsl_moe2_afp4_wfp4_bf16_t32x128x256_reduce")
+    with installed("HEAD", flydsl=True):
+        check(config=given, **TRITON)
+        monkeypatch.setenv(kernels.STAGE2_FP8_VARIABLE, "1")
+        check(config=row(32), **TRITON)  # atomic: not concerned
+        with pytest.raises(
+            NotImplementedError, match=r"may round every slot's result .*: unset AITER_FLYDSL_STAGE2_FP8"
+        ):
+            call(odd_case(), prepared(), config=given, **TRITON)
+
+
 def test_aiter_own_fused_moe_without_the_flydsl_of_its_row_is_refused(monkeypatch):
     """From v0.1.18 on it hands the name of a FlyDSL kernel to its assembly; earlier ones drop the row."""
     first, second = "flydsl_moe1_afp4_wfp4_bf16_t32x128x256", "flydsl_moe2_afp4_wfp4_bf16_t32x128x256_atomic"

@@ -1,7 +1,9 @@
 """Tables of aiter rows: what is in ours, what is read of others', which rows are refused on which release, and which is chosen."""
 
+import contextlib
 import csv
 import dataclasses
+import itertools
 import pathlib
 import re
 
@@ -370,6 +372,18 @@ def test_the_tuned_programs_stage_2_is_kept_where_it_can_be_registered_for_aiter
     assert known_releases.describe(asked, F12).endswith("_sbm32 (registered by us)")
 
 
+@pytest.mark.parametrize("installed", CASES)
+def test_every_aiter_row_has_a_line_of_its_own(installed):
+    """Two rows of one shape may both be `fused_moe`'s; those of certain kernels are not said to be usable wherever it is."""
+    every = [*itertools.chain(*map(tables.preset_rows, tables.SEEDS)), *tables.default_rows()]
+    told = known_releases.verdicts(installed, None)
+    assert len(told) == len(every)
+    native = [line for name, line in told.items() if name.endswith("aiter's fused_moe by flydsl_mxmoe_g1_a4w4")]
+    assert len(native) == 30
+    assert set(native) == {"not used here, unless aiter's own table names these kernels for the shape; eager"}
+    assert told["default M128 E33 I512: aiter's fused_moe"] == "usable, eager"
+
+
 def test_only_a_stage_2_of_aiter_is_told_what_rows_are_sorted_by():
     """Stage 1 takes the suffix for nothing, and steps by its own tile."""
     first = names.alternatives(1, FLY1("32x64x256_w3"), 64, F12)
@@ -543,6 +557,30 @@ def test_an_aiter_figure_of_the_layer_counts_only_where_its_rule_is_known(monkey
         own = dataclasses.replace(blank, kernel_name1=first)
         monkeypatch.setattr(tables, "own_rows", lambda own=own: (own,))
         assert select(problem, F17).pipeline == pipeline
+
+
+def test_a_users_row_of_the_newer_pipeline_is_for_aiters_fused_moe_only_where_it_has_that_row(monkeypatch):
+    """A table that aiter does not read does not make its `fused_moe` run those kernels; nor does it round by another rule."""
+    problem = dataclasses.replace(of_shape(), scale_rule="rceil", rounding="nearest_even")
+    native = {f"kernel_name{n}": f"flydsl_mxmoe_g{n}_a4w4_16x256x256" for n in (1, 2)}
+    asked = dataclasses.replace(tables.blank(problem, 16), block_m=16, **native)
+    monkeypatch.setattr(tables, "user_rows", lambda: (asked,))
+    other = dataclasses.replace(asked, kernel_name1="flydsl_mxmoe_g1_a4w4_32x256x256")
+    by_another_rule = dataclasses.replace(problem, scale_rule="even", rounding="half_away")
+    for own, given, pipeline in (
+        ((asked,), problem, "vendor"),
+        ((), problem, "two_stage"),
+        ((other,), problem, "two_stage"),
+        ((asked,), by_another_rule, "two_stage"),
+    ):
+        monkeypatch.setattr(tables, "own_rows", lambda own=own: own)
+        told = (
+            contextlib.nullcontext()
+            if pipeline == "vendor"
+            else pytest.warns(tables.RowReplacedWarning, match="protocol of its own")
+        )
+        with told:
+            assert select(given, at(F17, "0.1.18")).pipeline == pipeline
 
 
 def test_aiters_own_row_that_only_fused_moe_can_run(monkeypatch):

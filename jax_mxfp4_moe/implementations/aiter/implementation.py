@@ -96,6 +96,8 @@ class AiterImplementation(Implementation):
             own = tables.own_row(problem, found)
             if own is None:
                 row = dataclasses.replace(row, source="no row for the shape")
+            elif inject.difference(own, inject.resolve(problem, row.config(), found)) is not None:
+                row = dataclasses.replace(row, source=f"aiter's own choice, which is not its row ({own.table})")
             else:
                 row = dataclasses.replace(
                     row, table=own.table, us=own.us, source="aiter's own row, which it chooses itself"
@@ -236,6 +238,10 @@ def _vendor_refusal(problem: MoeProblem, config: Config, found: Release) -> str 
     metadata = inject.resolve(problem, config, found)
     if (name := kernels.taken_for_assembly(metadata)) is not None:
         return f"would look for {name} among its kernels in assembly: install the flydsl that it names, or leave config unset"
+    if (missing := kernels.missing_flydsl(metadata, found)) is not None:
+        return f"would fail with the row that it has for this shape, since {missing}, or leave config unset"
+    if (switch := kernels.rounds_slots(metadata)) is not None:
+        return f"may round every slot's result before the sum, as {switch}=1 lets it: unset {switch}, or leave config unset"
     if kernels.splits_k(metadata):
         if found.split_k == "halves":
             return None

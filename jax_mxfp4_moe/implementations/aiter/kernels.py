@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ from jax_mxfp4_moe.implementations.aiter.release import FLYDSL_T16, FLYDSL_T16_M
 
 BLOCK_MS = (16, 32, 64, 128)
 """Rows of one expert's block that aiter's sorters and kernels know."""
+
+NATIVE_FP4_VARIABLE, STAGE2_FP8_VARIABLE = "AITER_MXFP4_INTERMEDIATE", "AITER_FLYDSL_STAGE2_FP8"
+"""Read by aiter at every call, from v0.1.16.post6 and v0.1.19.post2 on; "1" lets stage 2 keep slots in less than bfloat16."""
 
 SPLIT_K_STAGE1 = "cktile_moe_stage1"
 """The stage-1 function that takes bfloat16 activations and splits the sum; aiter resolves rows with ksplit > 1 to it."""
@@ -183,6 +187,8 @@ def unsupported(metadata: Any, inter_dim: int, release: Release) -> str | None:
             return f"{reason}: correct the row"
     if splits_k(metadata) and not release.split_k_is_right:
         return "its stage 1 with ksplit > 1 pairs gate and up columns in another order than these weights: use ksplit 0"
+    if (switch := rounds_slots(metadata)) is not None:
+        return f"its stage 2 may round every slot's result before the sum, as {switch}=1 lets it: unset {switch}"
     if sums_slots(metadata) and not takes_mask(metadata):
         return "its stage 2 sums over slots that were skipped, whose rows nobody wrote: use a kernel with _atomic in its name"
     return None
@@ -199,6 +205,31 @@ def taken_for_assembly(metadata: Any) -> str | None:
     if function.__name__ != "asm_stage1":
         return None
     return str(keywords.get("kernelName") or "a kernel without a name")
+
+
+def missing_flydsl(metadata: Any, release: Release) -> str | None:
+    """Why aiter's own `fused_moe` cannot launch its FlyDSL kernels here, as a clause that ends in a remedy; None if nothing is missing."""
+    if getattr(metadata, "output_aux", False) and not release.flydsl:
+        return "its native kernels need FlyDSL, which this aiter does not have here: install the flydsl that it names"
+    for stage in (metadata.stage1, metadata.stage2):
+        function, keywords = _parts(stage)
+        name = str(keywords.get("kernelName"))
+        if (
+            "_flydsl_stage" in getattr(function, "__name__", "")
+            and has_own_protocol(name)
+            and _registered(name) is None
+        ):
+            return f"{name} is not registered in this aiter: correct the row"
+    return None
+
+
+def rounds_slots(metadata: Any) -> str | None:
+    """The switch of aiter's environment by which stage 2 rounds each slot's result to 4 or 8 bits before the sum; None if neither is on."""
+    native = getattr(metadata, "output_aux", False)
+    if native and os.environ.get(NATIVE_FP4_VARIABLE) == "1":
+        return NATIVE_FP4_VARIABLE
+    sums = native or getattr(metadata, "skip_inter_quant", False) or sums_slots(metadata)
+    return STAGE2_FP8_VARIABLE if sums and os.environ.get(STAGE2_FP8_VARIABLE) == "1" else None
 
 
 def wrong_anyhow(metadata: Any, inter_dim: int, release: Release) -> str | None:

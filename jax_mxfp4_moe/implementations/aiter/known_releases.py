@@ -126,7 +126,7 @@ def _cell(row: Row, release: Release) -> str:
 def describe(row: Row, release: Release | None = None) -> str:
     """What a row runs, shortened; with a release also whether its kernel has to be added to aiter's registry."""
     if row.pipeline == tables.VENDOR:
-        return "aiter's fused_moe"
+        return "aiter's fused_moe" + (f" by {row.kernel_name1}" if row.kernel_name1 else "")
     if row.ksplit > 1:
         return f"block_m {row.block_m}, ksplit {row.ksplit}"
     ours = release is not None and kernels.is_registered_by_us(row.kernel_name2, release)
@@ -141,7 +141,9 @@ def verdicts(release: Release, registry: Container[str] | None) -> dict[str, str
         for row in rows:
             name = f"{preset} M{row.token} E{row.expert} I{row.inter_dim}: {describe(row)}"
             why = tables.verdict(row, release, registry)
-            if why is None:
+            if row.pipeline == tables.VENDOR and row.kernel_name1:
+                found[name] = "not used here, unless aiter's own table names these kernels for the shape; eager"
+            elif why is None:
                 ours = kernels.is_registered_by_us(row.kernel_name2, release)
                 found[name] = f"usable{', its stage 2 registered by us' if ours else ''}, {bridges(row, release)}"
             elif preset == "default":
