@@ -64,7 +64,7 @@ def mxfp4_moe(
 
     For each token t: `y[t] = sum_k topk_weights[t, k] * (h @ down[e].T + down_bias[e])` with `e = topk_ids[t, k]` and
     `h = activation(x[t] @ gate[e].T + bias, x[t] @ up[e].T + bias)`. Sums are in float32; h is rounded to the type of x,
-    and y once at the end.
+    and y once at the end. What an implementation rounds beyond that is in `docs/numerics.md`.
 
     Differentiable once, in reverse mode, with respect to x, topk_weights and the biases, on every implementation; the MXFP4 weights are
     frozen. Under `jax.vmap` a batch that shares the weights becomes more tokens of one call. See `docs/gradients.md`.

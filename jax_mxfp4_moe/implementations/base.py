@@ -89,6 +89,8 @@ class Implementation:
     """The extra of this package that installs what it needs, if it needs any."""
     presets: tuple[str, ...] = ()
     """Names that the caller may give as `config`."""
+    switches: tuple[str, ...] = ()
+    """Parameters of a config that may be 0, whatever they are by default."""
 
     capturable: bool = False
     """Whether its pipeline may be recorded into a command buffer: it then allocates nothing, reads nothing back on the

@@ -33,6 +33,7 @@ class Found:
       winner: the config that beats the default; None if the default is as good, within the noise.
       times: microseconds of every config that gave the right answer, round by round.
       wrong: errors of those that did not.
+      failed: what went wrong with those that could not run here, such as too much shared memory; never the default.
       why: why nothing was measured, if so.
     """
 
@@ -42,6 +43,7 @@ class Found:
     times: dict[Config, np.ndarray]
     wrong: dict[Config, float]
     why: str | None = None
+    failed: dict[Config, str] = dataclasses.field(default_factory=dict)
 
 
 def search(workload: Workload, implementation: Implementation, *, repeats: int | None = None) -> Found:
@@ -58,13 +60,20 @@ def search(workload: Workload, implementation: Implementation, *, repeats: int |
     calls = 1
     right: dict[Config, Any] = {}
     wrong: dict[Config, float] = {}
+    failed: dict[Config, str] = {}
     for config in configs:
-        made = bench.candidate(problem, case, implementation.name, config, None)
-        why = bench.fallback(made, None)
-        if why is not None:
-            return Found(workload, configs[0], None, {}, {}, why)
-        error = answer.error(made.run())
-        if error > answer.tolerance:
+        try:
+            made = bench.candidate(problem, case, implementation.name, config, None)
+            why = bench.fallback(made, None)
+            if why is not None:
+                return Found(workload, configs[0], None, {}, {}, why)
+            error = answer.error(made.run())
+        except Exception as reason:
+            if config == configs[0]:
+                raise
+            failed[config] = f"{type(reason).__name__}: {reason}"
+            continue
+        if not error <= answer.tolerance:
             wrong[config] = error
             continue
         if made.bridge == "graph":
@@ -76,7 +85,7 @@ def search(workload: Workload, implementation: Implementation, *, repeats: int |
     labels = {str(config): config for config in right}
     measured = testing.interleaved_us({str(config): run for config, run in right.items()}, repeats=repeats)
     times = {labels[label]: values / calls for label, values in measured.items()}
-    return Found(workload, configs[0], winner(configs[0], times), times, wrong)
+    return Found(workload, configs[0], winner(configs[0], times), times, wrong, failed=failed)
 
 
 def winner(default: Config, times: dict[Config, np.ndarray]) -> Config | None:
@@ -174,6 +183,8 @@ def run(
             kept = "  <- kept" if config == (found.winner or found.default) else ""
             note = ("  default" if config == found.default else "") + kept
             print(f"{workload.name}  {config}  {np.median(values):.1f} us{note}", flush=True)
+        for config, reason in found.failed.items():
+            print(f"{workload.name}  {config}  cannot run here: {reason.splitlines()[0][:200]}")
         for config, error in found.wrong.items():
             print(f"{workload.name}  {config}  WRONG: error {error:.1e}")
         merge(path, [(key_of(workload.problem), row_of(found) if found.default in found.times else None)])

@@ -145,7 +145,7 @@ def lookup(
             for n, v in {**dict(defaults[0].items), **config}.items()
         }
         for name, default in defaults[0].items:
-            _check("mxfp4_moe: config", name, values[name], default)
+            _check("mxfp4_moe: config", name, values[name], default, _least(implementation, name, default))
         return Config.of(values, "argument")
     if implementation.presets:
         return defaults[0]
@@ -157,26 +157,35 @@ def lookup(
             found = rows.get(key_of(problem, tokens=tokens))
             if found is not None:
                 where = f"tuning table {path}, {what} token={tokens}"
-                values = {n: _parse(where, n, found[n], d) if n in found else d for n, d in defaults[0].items}
+                values = {
+                    n: _parse(where, n, found[n], d, _least(implementation, n, d)) if n in found else d
+                    for n, d in defaults[0].items
+                }
                 return Config.of(values, f"{path.parent.name}/{path.name}, {what} token={tokens}")
     _warn_untuned(implementation, problem, platform, defaults[0])
     return defaults[0]
 
 
-def _parse(where: str, name: str, text: str, default: Any) -> Any:
+def _least(implementation: Implementation, name: str, default: Any) -> int:
+    """Counts start at 1, or at 0 where that is the default or the implementation names the parameter among its `switches`."""
+    least = 0 if name in implementation.switches else 1
+    return min(default, least) if type(default) is int else least
+
+
+def _parse(where: str, name: str, text: str, default: Any, least: int) -> Any:
     """Reads a config value of a table in the type of the implementation's default."""
     try:
         value = {"True": True, "False": False}[text] if isinstance(default, bool) else type(default)(text)
     except (KeyError, ValueError):
         value = text
-    _check(where, name, value, default)
+    _check(where, name, value, default, least)
     return value
 
 
-def _check(where: str, name: str, value: Any, default: Any) -> None:
-    """A config value has the type of the default, and counts start at 1, or at 0 where that is the default."""
-    if type(value) is not type(default) or (type(value) is int and value < min(default, 1)):
-        expected = f"an int of at least {min(default, 1)}" if type(default) is int else f"a {type(default).__name__}"
+def _check(where: str, name: str, value: Any, default: Any, least: int) -> None:
+    """A config value has the type of the default, and an int is `least` or more."""
+    if type(value) is not type(default) or (type(value) is int and value < least):
+        expected = f"an int of at least {least}" if type(default) is int else f"a {type(default).__name__}"
         raise ValueError(f"{where}: {name}={value!r} given; expected {expected}, for example {default!r}.")
 
 

@@ -29,7 +29,7 @@ def _gluon_source():
 
 @dataclasses.dataclass
 class Recorder:
-    """A `launch` that compiles for `target`; `kernels` are the results by name."""
+    """A `launch` that compiles for `target`; `kernels` are the results by name, and by stage where one kernel is for both."""
 
     target: GPUTarget
     kernels: dict = dataclasses.field(default_factory=dict)
@@ -49,7 +49,8 @@ class Recorder:
             else:
                 signature[name], constexprs[(i,)] = "constexpr", value
         source = (_gluon_source() if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
-        self.kernels[kernel.__name__] = triton.compile(source, target=self.target, options=options)
+        stage = {True: " of stage1", False: " of stage2"}.get(constants.get("GATED"), "")
+        self.kernels[kernel.__name__ + stage] = triton.compile(source, target=self.target, options=options)
 
 
 def compile_for(target, facts, inputs, ptx=False):

@@ -19,10 +19,11 @@ from cases import random_bytes
 
 from jax_mxfp4_moe import MoeWeights, Mxfp4Array, device
 from jax_mxfp4_moe.implementations import IMPLEMENTATIONS
-from jax_mxfp4_moe.implementations.base import Config
-from jax_mxfp4_moe.implementations.triton import decode, layout
-from jax_mxfp4_moe.implementations.triton.implementation import default_config
+from jax_mxfp4_moe.implementations.base import Config, Operands
+from jax_mxfp4_moe.implementations.triton import decode, implementation, layout
+from jax_mxfp4_moe.implementations.triton.implementation import check, default_config
 from jax_mxfp4_moe.problem import MoeProblem
+from jax_mxfp4_moe.tuning import table
 
 HERE = pathlib.Path(__file__).parent
 needs_triton = pytest.mark.skipif(
@@ -168,11 +169,12 @@ def test_float8_kernels_compile_for_sm_90(changes):
 )
 def test_the_kernel_for_hopper_compiles_for_sm_90(problem):
     """Three groups of warps that share the registers unevenly; products by wgmma, and room for the ring and what else is shared."""
-    kernel = _compiled("sm_90", problem, "e4m3", shuffled=True, specialize=128, expand=0)["hopper_product"]
-    assert "wgmma.mma_async" in kernel.asm["ptx"]
-    assert "setmaxnreg" in kernel.asm["ptx"]
-    assert "mbarrier" in kernel.asm["ptx"]
-    assert kernel.metadata.shared <= 227 * 1024
+    kernels = _compiled("sm_90", problem, "e4m3", shuffled=True, specialize=128, expand=0)
+    for kernel in (kernels[f"hopper_product of stage{i}"] for i in (1, 2)):
+        assert "wgmma.mma_async" in kernel.asm["ptx"]
+        assert "setmaxnreg" in kernel.asm["ptx"]
+        assert "mbarrier" in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -193,12 +195,125 @@ def test_configs_on_sm_90(monkeypatch, dtype, activation_quant, tokens):
 
 
 def test_a_float8_product_of_float32_activations_is_refused():
-    from jax_mxfp4_moe.implementations.base import Config
     from jax_mxfp4_moe.implementations.triton.pipeline import Facts
 
     for changes in ({"product": "e4m3", "specialize": 0}, {"product": "bits", "specialize": 64}):
         with pytest.raises(ValueError, match="float8 product in the config given for x of float32"):
             Facts(MoeProblem(4, 2, 8, 128, 128, "float32"), Config.of(changes), True).mode  # noqa: B018
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"])
+@pytest.mark.parametrize("activation_quant", [None, "mxfp4", "fp8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_config_is_one_that_the_kernels_can_run(monkeypatch, arch, activation_quant, dtype):
+    monkeypatch.setattr(device, "arch", lambda platform: arch)
+    platform = "cuda" if arch.startswith("sm_") else "rocm"
+    for tokens in (1, 24, 512, 16384):
+        for intermediate in (32, 256, 2880):
+            problem = MoeProblem(tokens, 8, 32, 2880, intermediate, dtype, dtype, activation_quant=activation_quant)
+            for config in IMPLEMENTATIONS["triton"].configs(problem, platform):
+                for shuffled in {False, arch == "sm_90"}:
+                    check(config, platform, shuffled)
+
+
+@pytest.mark.parametrize(
+    ("arch", "shuffled", "changes", "what"),
+    [
+        ("sm_90", True, {"specialize": 32}, "specialize=32 in the config given .* expected 0 or one of 64, 128"),
+        ("sm_90", True, {"specialize": 96}, "specialize=96 in the config given .* expected 0 or one of 64, 128"),
+        ("sm_90", False, {"specialize": 256}, "specialize=256 in the config given .* expected 0 or one of 64, 128"),
+        ("sm_90", True, {"product": "fp8"}, "product='fp8' in the config given .* expected one of 'bits', 'e4m3', 'scaled'"),
+        ("sm_90", False, {"product": "scaled"}, "product='scaled' .* expected 'bits' on sm_90, since this product is for gfx950"),
+        ("sm_80", False, {"product": "e4m3"}, "product='e4m3' .* expected 'bits' on sm_80, since this product is for sm_90"),
+        ("gfx942", False, {"product": "e4m3"}, "product='e4m3' .* expected 'bits' on gfx942"),
+        ("sm_90", False, {"tile_rows": 24}, "tile_rows=24 in the config given .* expected a power of two of at least 4"),
+        ("sm_90", False, {"block_k1": 320}, "block_k1=320 in the config given .* expected a power of two of at least 64"),
+        ("sm_90", True, {"product": "e4m3", "block_k2": 64}, "block_k2=64 in the config given .* expected a power of two of at least 128"),
+        ("sm_90", False, {"block_d": 96}, "block_d=96 in the config given .* expected a power of two of at least 16"),
+        ("sm_90", False, {"warps1": 64}, "warps1=64 in the config given .* expected a power of two of at most 32"),
+        ("gfx950", False, {"warps2": 32}, "warps2=32 in the config given .* expected a power of two of at most 16"),
+        ("sm_90", False, {"expand": 2}, "expand=2 in the config given .* expected 0 or 1"),
+        ("gfx950", True, {}, "weights in layout 'triton:e4m3' given on gfx950; expected packed ones there"),
+        ("sm_100", True, {}, "weights in layout 'triton:e4m3' given on sm_100; expected packed ones there"),
+    ],
+)  # fmt: skip
+@needs_triton
+def test_what_the_kernels_cannot_run_is_refused(monkeypatch, arch, shuffled, changes, what):
+    """When the call is traced, so that nothing has run. A tile of 256 would leave three quarters of its rows unwritten."""
+    monkeypatch.setattr(device, "arch", lambda platform: arch)
+    rng = np.random.default_rng(0)
+    weights = MoeWeights(random_array(rng, (2, 64), 128), random_array(rng, (2, 128), 32))
+    if shuffled:
+        weights = weights.replace(gate_up=layout.shuffle(weights.gate_up), down=layout.shuffle(weights.down))
+    problem = MoeProblem(4, 2, 2, 128, 32)
+    operands = Operands(*(jnp.zeros(()), weights, jnp.zeros(()), jnp.zeros(())))
+    config = Config.of({**dict(default_config(problem, "bits").items), **changes})
+    platform = "cuda" if arch.startswith("sm_") else "rocm"
+    with pytest.raises(ValueError, match=what):
+        IMPLEMENTATIONS["triton"].run(operands, problem, config, platform=platform, pipeline=None, bridge=None)
+
+
+def test_the_kernel_for_hopper_needs_gluon(monkeypatch):
+    monkeypatch.setattr(device, "arch", lambda platform: "sm_90")
+    monkeypatch.setattr(implementation, "_has_gluon", lambda: False)
+    config = Config.of({**dict(default_config(DECODE, "e4m3").items), "specialize": 64})
+    check(config, "cuda", False)  # packed weights do not take it
+    with pytest.raises(ValueError, match=r"specialize=64 .* expected 0, since the triton that is installed lacks"):
+        check(config, "cuda", True)
+
+
+@needs_triton
+def test_the_kernel_for_hopper_needs_aligned_weights():
+    import torch
+
+    from jax_mxfp4_moe.implementations import torch_call
+    from jax_mxfp4_moe.implementations.triton import pipeline
+
+    problem = MoeProblem(4, 2, 2, 128, 32)
+    config = Config.of({**dict(default_config(problem, "e4m3").items), "specialize": 64})
+    facts = pipeline.Facts(problem, config, True)
+    slots, size = torch_call.workspace_slots(tuple(facts.buffers().values()))
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    codes, scales = torch.zeros(8208, dtype=torch.uint8), torch.zeros(640, dtype=torch.uint8)
+    topk = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32)
+    reached = []
+
+    def call(start):
+        inputs = [x, codes[:8192], scales, codes[start : start + 8192], scales, *topk]
+        workspace = torch.empty(size, dtype=torch.uint8)
+        pipeline.run(facts, slots, lambda steps, operands: reached.append(operands), {}, inputs, [x], workspace)
+
+    call(0)
+    with pytest.raises(ValueError, match="an address that is no multiple of 16 given"):
+        call(8)
+    assert len(reached) == 1
+
+
+@needs_triton
+def test_what_is_on_by_default_can_be_turned_off(monkeypatch):
+    monkeypatch.setattr(device, "arch", lambda platform: "sm_90")
+    problem = MoeProblem(16384, 8, 32, 2880, 2880, activation_quant="mxfp4")
+    default = IMPLEMENTATIONS["triton"].configs(problem, "cuda")[0]
+    assert default["specialize"] > 0
+    assert default["expand"] > 0
+    off = {"specialize": 0, "expand": 0}
+    chosen = table.lookup(IMPLEMENTATIONS["triton"], problem, "cuda", off)
+    assert chosen.items == Config.of({**dict(default.items), **off}).items
+    with pytest.raises(ValueError, match="stages1=0 given; expected an int of at least 1"):
+        table.lookup(IMPLEMENTATIONS["triton"], problem, "cuda", {"stages1": 0})
+
+
+@needs_triton
+def test_an_expert_whose_down_weights_are_too_many(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(device, "arch", lambda platform: "sm_90")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.version, "hip", None)
+    fits = MoeProblem(1, 1, 1, 2**24 - 128, 32)
+    assert IMPLEMENTATIONS["triton"].why_not(fits, "cuda") is None
+    sentence = IMPLEMENTATIONS["triton"].why_not(dataclasses.replace(fits, hidden=2**24), "cuda")
+    assert sentence == "counts the weights of one expert in 32 bits, and this one has more"
 
 
 def random_array(rng, rows, length) -> Mxfp4Array:

@@ -271,6 +271,29 @@ def test_a_wrong_config_never_wins(monkeypatch, tmp_path, capsys):
     assert rows[0]["jax"] == jax.__version__
 
 
+class Failing(Fake):
+    """Gives NaN with tile_rows 8, and does not fit with 1."""
+
+    def run(self, operands, problem, config, **rest):
+        if config["tile_rows"] == 1:
+            raise MemoryError("out of shared memory")
+        y = super().run(operands, problem, config, **rest)
+        return y * np.nan if config["tile_rows"] == 8 else y
+
+
+def test_a_candidate_that_cannot_run_stops_nothing(monkeypatch, tmp_path, capsys):
+    problem = dataclasses.replace(PROBLEM, tokens=21)
+    monkeypatch.setitem(workloads.WORKLOADS, "tiny", Workload("tiny", problem))
+    monkeypatch.setitem(IMPLEMENTATIONS, "xla", Failing())
+    monkeypatch.setattr(testing, "interleaved_us", lambda calls, repeats: {label: np.full(9, 1.0) for label in calls})
+    assert search.run(["tiny"], "xla", tmp_path) == 1
+    shown = capsys.readouterr().out
+    assert "tiny  tile_rows=1  cannot run here: MemoryError: out of shared memory" in shown
+    assert "tiny  tile_rows=8  WRONG" in shown
+    rows = list(csv.DictReader((tmp_path / "cpu" / "xla.csv").open()))
+    assert [row["config_tile_rows"] for row in rows] == [str(DEFAULT["tile_rows"])]
+
+
 def test_what_cannot_run_is_told(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(workloads.WORKLOADS, "tiny", Workload("tiny", PROBLEM))
     monkeypatch.setattr(XLA, "why_not", lambda problem, platform: "is ill", raising=False)

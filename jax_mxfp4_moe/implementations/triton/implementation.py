@@ -26,6 +26,10 @@ E4M3_ARCHS = ("sm_90",)
 """Where products of E4M3 values were measured."""
 SCALED_ARCHS = ("gfx950",)
 """Those with matrix instructions that take MXFP4 scales along."""
+PRODUCTS = {"bits": None, "e4m3": E4M3_ARCHS, "scaled": SCALED_ARCHS}
+"""Values of `product`, and where each runs; None: everywhere."""
+HOPPER_TILES = (64, 128)
+"""Rows in a tile of the kernel for Hopper."""
 MAX_EXPERTS = 4096
 EXPAND_ROWS = 256
 """Rows of an average expert from which prepared weights are decoded once for all, into the workspace."""
@@ -55,6 +59,7 @@ class TritonImplementation(Implementation):
     name = "triton"
     layouts = (PACKED, layout.TAG)
     extra = "triton"
+    switches = ("expand", "specialize")
 
     def missing(self) -> str | None:
         """Needs triton and torch."""
@@ -82,14 +87,15 @@ class TritonImplementation(Implementation):
             return None
         if problem.experts > MAX_EXPERTS:
             return f"sorts by at most {MAX_EXPERTS} experts, found {problem.experts}"
-        if 2 * problem.intermediate * layout.padded(problem.hidden) >= 2**31:
+        hidden, intermediate = problem.hidden, problem.intermediate
+        if max(2 * intermediate * layout.padded(hidden), hidden * layout.padded(intermediate)) >= 2**31:
             return "counts the weights of one expert in 32 bits, and this one has more"
         return None
 
     def prepare(self, weights: MoeWeights) -> MoeWeights:
         """Brings weights to "triton:e4m3" where this machine has float8 products and every row's scales fit, else leaves them packed.
 
-        Not to be traced: it looks at the scales. Law: `unprepare(prepare(w))` is w.
+        Such weights run on that architecture only. Not to be traced: it looks at the scales. Law: `unprepare(prepare(w))` is w.
         """
         if not _has_float8(device.platforms(weights.gate_up.codes)[0]):
             return weights
@@ -140,7 +146,9 @@ class TritonImplementation(Implementation):
         from jax_mxfp4_moe.implementations.triton import pipeline as launches
 
         leaves, structure = jax.tree.flatten(operands)
-        facts = launches.Facts(problem, config, operands.weights.layout == layout.TAG)
+        shuffled = operands.weights.layout == layout.TAG
+        check(config, platform, shuffled)
+        facts = launches.Facts(problem, config, shuffled)
         slots, workspace_bytes = torch_call.workspace_slots(tuple(facts.buffers().values()))
         compiled: dict = {}
         inputs = tuple(BufferSpec(leaf.shape, str(leaf.dtype)) for leaf in leaves)
@@ -155,6 +163,44 @@ class TritonImplementation(Implementation):
             warm=functools.partial(launches.warm, facts, inputs, pipeline, compiled),
         )
         return torch_call.call(plan, *leaves, bridge=bridge)[0]
+
+
+def check(config: Config, platform: str, shuffled: bool) -> None:
+    """Raises ValueError for what the kernels cannot do on this architecture; shuffled: whether weights are in the layout of `layout.py`."""
+    arch = device.arch(platform)
+    if shuffled and arch not in E4M3_ARCHS:
+        raise ValueError(
+            f"triton: weights in layout {layout.TAG!r} given on {arch}; expected packed ones there, since that layout is for "
+            f"{', '.join(E4M3_ARCHS)}. Call prepare(weights, 'triton') on the packed weights on this machine."
+        )
+    groups = shuffled and config["product"] == "e4m3" and not (config["expand"] or config["specialize"])
+    block_k, warps = 128 if groups or config["product"] == "scaled" else 64, 32 if platform == "cuda" else 16
+    least = {"tile_rows": 4, "block_f": 8, "block_d": 16, "block_k1": block_k, "block_k2": block_k}
+    for name, low in least.items():
+        if config[name] < low or config[name] & (config[name] - 1):
+            raise _wrong(config, name, f"a power of two of at least {low}")
+    for name in ("warps1", "warps2"):
+        if config[name] > warps or config[name] & (config[name] - 1):
+            raise _wrong(config, name, f"a power of two of at most {warps}")
+    if config["product"] not in PRODUCTS:
+        raise _wrong(config, "product", f"one of {', '.join(map(repr, PRODUCTS))}")
+    archs = PRODUCTS[config["product"]]
+    if archs is not None and arch not in archs:
+        raise _wrong(config, "product", f"'bits' on {arch}, since this product is for {', '.join(archs)}")
+    if config["expand"] not in (0, 1):
+        raise _wrong(config, "expand", "0 or 1")
+    if config["specialize"] not in (0, *HOPPER_TILES):
+        raise _wrong(config, "specialize", f"0 or one of {', '.join(map(str, HOPPER_TILES))}")
+    if shuffled and config["specialize"] and not _has_gluon():
+        raise _wrong(
+            config, "specialize", "0, since the triton that is installed lacks the Gluon that this kernel needs"
+        )
+
+
+def _wrong(config: Config, name: str, expected: str) -> ValueError:
+    return ValueError(
+        f"triton: {name}={config[name]!r} in the config given ({config.source}); expected {expected}. Change it, or leave config unset."
+    )
 
 
 def _has_float8(platform: str) -> bool:
@@ -187,7 +233,11 @@ def _with_neighbours(first: Config, tiles: tuple[int, ...]) -> list[Config]:
     else:
         rows, f, d = values["tile_rows"], values["block_f"], values["block_d"]
         other = [{"tile_rows": 2 * rows}, {"tile_rows": rows // 2}, {"block_f": 96 - f}, {"block_d": 192 - d}]
-        other += [{"block_k1": 384 - values["block_k1"]}, {"span": values["span"] // 2}, {"span": 2 * values["span"]}]
+        other += [
+            {"block_k1": 256 if values["block_k1"] == 128 else 128},
+            {"span": values["span"] // 2},
+            {"span": 2 * values["span"]},
+        ]
         other += [{f"warps{i}": 12 - values[f"warps{i}"]} for i in (1, 2)] + [{"specialize": tile} for tile in tiles]
         other = [changes for changes in other if min(changes.values()) > 0]
     return list(dict.fromkeys([first, *(Config.of({**values, **changes}) for changes in other)]))

@@ -407,7 +407,7 @@ def tensors_of(problem: MoeProblem, inputs: Sequence[Any]) -> Operands:
 
 
 ALIGNMENT = 16
-"""What kernels are compiled for. XLA's buffers have it; a call with another one takes Triton's own way."""
+"""What kernels are compiled for. XLA's buffers have it; a call with another one takes Triton's own way, which `hopper.py` has not."""
 
 
 def run(
@@ -424,6 +424,12 @@ def run(
     operands = tensors_of(facts.problem, inputs)
     aligned = all(t.data_ptr() % ALIGNMENT == 0 for t in (*inputs, *outputs, workspace))
     ready = compiled.get(workspace.device.index) if aligned else None
+    codes = (inputs[1], inputs[3])  # in the order of `tensors_of`
+    if not aligned and facts.specializes and any(t.data_ptr() % ALIGNMENT for t in codes):
+        raise ValueError(
+            f"triton: prepared weights at an address that is no multiple of {ALIGNMENT} given; expected one, as JAX's own arrays have, "
+            "since the kernel for Hopper copies that many bytes at once. Copy them with jnp.copy, or pass config={'specialize': 0}."
+        )
     how = launch if ready is None else ready.launcher()
     pipeline(TritonSteps(facts, operands, buffers, outputs[0], has_ptx(), how), operands)
 
