@@ -6,6 +6,7 @@ Cases are named as in triton_layer.py. Every figure is of a result that was comp
 table's columns, in microseconds a call:
   bound           the larger of bytes of the experts that are hit, and of activations, / 4218 GB/s, and of flops / 756 TFLOP/s
   GPU             of the kernels alone, median over graph replays; routings rotate, so that weights are not found in the cache
+  routing         of sorting and listing tiles alone, without the quantization of x that shares its launch; part of GPU
   jit             wall time of a jitted call, back to back, recorded into command buffers, always with the same arguments
   ragged_dot      the same of rows sorted by expert and two `jax.lax.ragged_dot` on bfloat16 weights, in one jit; ratio: that over jit
   grouped_mm      of torch's grouped_mm on bfloat16 weights between plain torch operations, by graph replay
@@ -51,7 +52,7 @@ ENVIRONMENT = {
     "XLA_FLAGS": "--xla_gpu_graph_min_graph_size=1 --xla_gpu_enable_command_buffer=+CUSTOM_CALL",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
-HEADER = "| case | activations | bound | by | GPU | over bound | jit | ragged_dot | ratio | grouped_mm | triton_kernels | error |"
+HEADER = "| case | activations | bound | by | GPU | over bound | routing | jit | ragged_dot | ratio | grouped_mm | triton_kernels | error |"
 Rows = dict[int, torch.Tensor]
 """Rows of y, by token."""
 
@@ -134,6 +135,26 @@ def time_triton(layer: triton_layer.Layer, want: Rows) -> dict:
     return row
 
 
+def time_routing(layer: triton_layer.Layer, want: Rows) -> dict:
+    """Of step 1 without the programs of its launch that bring x to operand form."""
+    p = layer.problem
+    facts = launches.Facts(p, config_of(p), True)
+    buffers = triton_layer.buffers_of(facts)
+
+    def launch(kernel, grid, *args, **constants):
+        shared = kernel.__name__ in ("route_few", "count_chunks")
+        launches.launch(kernel, (grid[0] - p.tokens,) if shared else grid, *args, **constants)
+
+    def once(i: int) -> None:
+        operands = launches.tensors_of(p, layer.inputs(i, True))
+        launches.TritonSteps(facts, operands, buffers, layer.y, True, launch).route(operands.topk_ids)
+
+    once(0)
+    torch.cuda.synchronize()
+    assert triton_layer.routed(layer, buffers, facts), "rows are not sorted by expert"
+    return {"routing_us": triton_layer.replay_us([functools.partial(once, i) for i in range(layer.sets)] * 4)}
+
+
 def time_ragged_dot(layer: triton_layer.Layer, want: Rows) -> dict:
     made = bench.plain_jax(layer.problem, arrays(layer, prepared=False), in_call=False)
     checked(torch.from_dlpack(jax.block_until_ready(made.run())), want)
@@ -191,7 +212,7 @@ def run_cases(cases: list[str], path: pathlib.Path) -> None:
                     row["time_triton_failed"] = reason
                 else:
                     want = dict(zip(tokens, expected(layer, tokens), strict=True))
-                    row |= attempt(time_triton, layer, want)
+                    row |= attempt(time_triton, layer, want) | attempt(time_routing, layer, want)
                     if quant is None:
                         others = attempt(time_grouped_mm, layer, want)
                         torch.cuda.empty_cache()
@@ -226,7 +247,8 @@ def print_table(path: pathlib.Path, others: dict[tuple[str, str], float]) -> Non
 
         cells = (
             row["case"], row["activations"], shown(row["bound_us"]), row["by"], shown(gpu), shown(gpu and gpu / row["bound_us"], ".2f"),
-            shown(jit), shown(ragged), shown(ragged and jit and ragged / jit), shown(row.get("grouped_mm_us")),
+            shown(row.get("routing_us")), shown(jit),
+            shown(ragged), shown(ragged and jit and ragged / jit), shown(row.get("grouped_mm_us")),
             shown(others.get((row["case"], row["activations"]))), shown(row.get("error"), ".1e"),
         )  # fmt: skip
         print("|", " | ".join(cells), "|")
