@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -46,8 +47,12 @@ class Config:
         """Builds a config from a mapping."""
         return cls(tuple(sorted(values.items())), source)
 
+    @functools.cached_property
+    def _values(self) -> dict[str, Any]:
+        return dict(self.items)
+
     def __getitem__(self, name: str) -> Any:
-        return dict(self.items)[name]
+        return self._values[name]
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.items) or "-"

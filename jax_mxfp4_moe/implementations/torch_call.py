@@ -91,10 +91,15 @@ class BufferSpec:
         if any(size < 0 for size in self.shape):
             raise ValueError(f"BufferSpec: shape {self.shape}, expected sizes of at least 0. Give a static shape.")
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Size in memory."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    @functools.cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next along each axis."""
+        return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
     @property
     def numpy_dtype(self) -> np.dtype:
@@ -258,10 +263,18 @@ def carve(workspace: Any, slots: Sequence[tuple[int, BufferSpec]]) -> list:
     """The tensors of `slots` inside a uint8 workspace tensor. Views: they must not outlive the call either."""
     import torch
 
-    return [
-        workspace[offset : offset + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
-        for offset, spec in slots
-    ]
+    whole: dict[
+        str, Any
+    ] = {}  # the workspace as each type: one more view a buffer then does it, which counts in every call
+    tensors = []
+    for offset, spec in slots:
+        if (base := whole.get(spec.dtype)) is None:
+            dtype = getattr(torch, spec.dtype)
+            base = workspace[: workspace.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+            whole[spec.dtype] = base
+        start = base.storage_offset() + offset // base.element_size()
+        tensors.append(base.as_strided(spec.shape, spec.strides, start))
+    return tensors
 
 
 def run_with_triton(scratch: Any, body: Callable[..., Any], *arguments: Any) -> Any:

@@ -140,6 +140,10 @@ class Facts:
 
     def buffers(self) -> dict[str, BufferSpec]:
         """Everything between x and y, by name."""
+        return self._buffers
+
+    @functools.cached_property
+    def _buffers(self) -> dict[str, BufferSpec]:
         p, tiles = self.problem, self.tiles
         planes = "float8_e4m3fn" if self.mode >= decode.E4M3.value else "bfloat16"
 
@@ -173,8 +177,10 @@ class Facts:
 
     def splitting(self, n: int) -> dict[str, Any]:
         """Arguments of `quantize.split_row` for rows of n elements."""
+        if (known := self._splittings.get(n)) is not None:
+            return known
         blocks = self.padded(n) // BLOCK
-        return {
+        self._splittings[n] = {
             "K": n,
             "PADDED": self.padded(n),
             "PLANES": self.planes,
@@ -185,6 +191,11 @@ class Facts:
             "HALF_AWAY": self.problem.rounding == "half_away",
             "num_warps": 8 if blocks > 64 else 4 if blocks > 8 else 1,
         }
+        return self._splittings[n]
+
+    @functools.cached_property
+    def _splittings(self) -> dict[int, dict[str, Any]]:
+        return {}
 
 
 Launch = Callable[..., None]
