@@ -43,8 +43,8 @@ DISPATCHES = ("replicated", "all_to_all")
 def all_to_all_from_tokens(expert_ranks: int) -> int:
     """Tokens of one token rank from which `dispatch=None` means "all_to_all".
 
-    What benchmarks/scaling_model.py predicts for H200s; not measured. Two ranks exchange nearly as much as they would add up, and more
-    ranks less and less.
+    What benchmarks/scaling_model.py predicts for H200s of one node, up to 8 ranks; not measured. Two ranks exchange nearly as much as they
+    would add up, and more ranks less and less.
     """
     return max(512, 2**15 // expert_ranks**2)
 
@@ -324,8 +324,11 @@ def sharded_mxfp4_moe(
             f"expected x [..., {split.hidden_size}] and both [..., K] with the same leading axes."
         )
     if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
-        raise TypeError(f"{where}: topk_ids of dtype {topk_ids.dtype} given; expected an integer type.")
-    _check_places(where, weights, {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids})
+        raise TypeError(
+            f"{where}: topk_ids of dtype {topk_ids.dtype} given; expected an integer type. topk_weights come before topk_ids."
+        )
+    others = {"token_mask": token_mask, "activation_scale": options.get("activation_scale")}
+    _check_places(where, weights, {"x": x, "topk_weights": topk_weights, "topk_ids": topk_ids, **others})
     parts = _with_scale(where, weights, options)
     out_dtype = x.dtype if preferred_element_type is None else jnp.dtype(preferred_element_type)
     tokens, top_k = int(np.prod(lead, dtype=np.int64)), topk_ids.shape[-1]
@@ -714,7 +717,7 @@ def _token_axes(where: str, split: Split, token_axis: TokenAxes) -> tuple[str, .
     return axes
 
 
-def _check_places(where: str, weights: ShardedMoeWeights, by_token: dict[str, jax.Array]) -> None:
+def _check_places(where: str, weights: ShardedMoeWeights, others: dict[str, Any]) -> None:
     """Raises ValueError for what lies elsewhere than the mesh of `weights`. Where a tracer will lie, JAX says when it compiles."""
     split = weights.split
     mesh, context = split.mesh, jax.sharding.get_abstract_mesh()
@@ -723,7 +726,7 @@ def _check_places(where: str, weights: ShardedMoeWeights, by_token: dict[str, ja
             f"{where}: called inside of jax.shard_map over {context}; expected a call outside, since it makes its own over the mesh of "
             "the weights. Inside, call mxfp4_moe on the weights of the device."
         )
-    if not context.empty and dict(context.shape) != dict(mesh.shape):
+    if not context.empty and _axes(context) != _axes(mesh):
         raise ValueError(
             f"{where}: weights on {mesh} given while {context} is in force; expected one mesh. Use jax.set_mesh(weights.split.mesh), or "
             "move the weights: shard_weights(unshard_weights(weights), mesh, ...)."
@@ -737,8 +740,14 @@ def _check_places(where: str, weights: ShardedMoeWeights, by_token: dict[str, ja
                 "axes first: parts that were made for another mesh do not fit. Call shard_weights or load_sharded for this mesh."
             )
         _check_devices(where, name, leaf, mesh, "shard_weights(unshard_weights(weights), mesh, ...)")
-    for name, array in by_token.items():
-        _check_devices(where, name, array, mesh, f"jax.device_put({name}, NamedSharding(mesh, PartitionSpec()))")
+    for name, given in others.items():
+        for array in jax.tree.leaves(given):
+            _check_devices(where, name, array, mesh, f"jax.device_put({name}, NamedSharding(mesh, PartitionSpec()))")
+
+
+def _axes(mesh: Any) -> tuple[Any, ...]:
+    """What `jax.shard_map` compares of a mesh with the one in force: the order of its axes and their types too."""
+    return mesh.axis_names, tuple(mesh.shape.values()), mesh.axis_types
 
 
 def _check_devices(where: str, name: str, array: Any, mesh: Mesh, remedy: str) -> None:

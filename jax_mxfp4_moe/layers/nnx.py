@@ -536,8 +536,8 @@ def _variable(kind: type[nnx.Variable], value: Any, axes: Axes | None) -> nnx.Va
     if axes is not None and _has_mesh() and not isinstance(value, jax.core.Tracer):
         # Flax places only arrays that were made under the mesh.
         named = kind(nnx.with_partitioning(lambda: value, axes, eager_sharding=False)())
-        (sharding,) = jax.tree.leaves(nnx.get_named_sharding(named, jax.sharding.get_mesh()))
-        value = jax.device_put(value, sharding)
+        (spec,) = jax.tree.leaves(nnx.get_partition_spec(named))
+        value = jax.device_put(value, spec)  # on the mesh in force, whose devices no trace may ask for
     return kind(_annotated(lambda: value, axes)())
 
 

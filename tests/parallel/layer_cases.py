@@ -105,6 +105,32 @@ def test_three_axes_and_all_to_all_of_a_layer():
         close(found[name], expected[name])
 
 
+def test_a_stack_of_layers_in_a_scan():
+    """Made by `nnx.vmap`, in which zeros are no tracers. The axis of the layers has no name."""
+    mesh, x = mesh_of(expert=2, tensor=2), case()[0]
+    unnamed = {"transform_metadata": {nnx.PARTITION_NAME: None}}
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap(in_axes=0, out_axes=0, **unnamed)
+    def make(rngs):
+        return Mxfp4Moe(**FIELDS, **fields_on(mesh), rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **unnamed)
+    def forward(x, layer):
+        return layer(x)
+
+    with jax.set_mesh(mesh), nn.logical_axis_rules(rules(mesh)):
+        stack = make(nnx.Rngs(0))
+        assert stack.weights.gate_up_bias.shape == (2, 8, 256)
+        y = nnx.jit(forward)(x, stack)
+    graph, state = nnx.split(stack)
+    for i in range(2):
+        one = nnx.merge(graph, jax.tree.map(lambda a, i=i: np.asarray(a[i]), state))
+        weights = jax.tree.map(np.asarray, one.weights)
+        x = Mxfp4Moe.from_weights(weights, np.asarray(one.router.kernel[...]), num_experts_per_tok=2)(x)
+    close(y, x)
+
+
 def test_two_axes_of_a_linen_layer_with_a_shared_expert():
     """On 4 devices. The shared expert has columns of its own, which the tensor axis divides too."""
     one = plain(shared_intermediate_size=64)

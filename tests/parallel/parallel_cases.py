@@ -252,6 +252,9 @@ def test_case_15_uneven_and_empty_ranks():
     assert codes.shape == (4, 1, EXPERTS + SHARED, 64, 48)
     assert {shard.data.shape for shard in codes.addressable_shards} == {(1, 1, EXPERTS + SHARED, 64, 48)}
     assert not np.asarray(codes[3]).any()
+    down_bias = np.asarray(sharded.parts.down_bias)
+    assert down_bias[0].any()
+    assert not down_bias[1:].any()
 
 
 def test_case_28_no_weight_is_gathered():
@@ -377,6 +380,21 @@ def test_case_wrong_device_is_refused_before_anything_runs():
             jax.jit(sharded_mxfp4_moe)(x, w, case.topk_weights, case.topk_ids)
 
 
+@pytest.mark.parametrize("name", ["topk_weights", "topk_ids", "token_mask", "activation_scale"])
+def test_case_wrong_device_of_other_arrays(name):
+    case = random_case(tokens=8, experts=8)
+    weights = shard_weights(case.weights, mesh_of(expert=4), expert_axis="expert")
+    given = {
+        "topk_weights": case.topk_weights, "topk_ids": case.topk_ids, "token_mask": np.ones(8, bool),
+        "activation_scale": np.ones(2, np.float32), "activation_quant": "fp8",
+    }  # fmt: skip
+    given[name] = jax.device_put(given[name], jax.devices()[5])
+    with pytest.raises(
+        ValueError, match=rf"^sharded_mxfp4_moe: {name} on cpu 5 given; .*Move it with jax\.device_put\({name}, "
+    ):
+        sharded_mxfp4_moe(case.x, weights, **given)
+
+
 def test_case_weights_of_another_mesh():
     case = random_case(tokens=8, experts=8)
     four, eight = mesh_of(expert=4), mesh_of(expert=8)
@@ -389,6 +407,10 @@ def test_case_weights_of_another_mesh():
         jax.jit(sharded_mxfp4_moe).trace(case.x, parallel.ShardedMoeWeights(parts, weights.split), *operands)
     with jax.set_mesh(eight), pytest.raises(ValueError, match=r"'expert': 4, .* is in force; expected one mesh"):
         sharded_mxfp4_moe(case.x, weights, *operands)
+    two = shard_weights(case.weights, mesh_of(expert=4, other=2), expert_axis="expert")
+    for mesh in (mesh_of(other=2, expert=4), mesh_of(AxisType.Explicit, expert=4, other=2)):  # in order, and in type
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"is in force; expected one mesh\. Use jax\.set_mesh"):
+            sharded_mxfp4_moe(case.x, two, *operands)
     inside = jax.shard_map(
         lambda x: sharded_mxfp4_moe(x, weights, *operands), mesh=four, in_specs=PartitionSpec(), out_specs=PartitionSpec()
     )  # fmt: skip

@@ -100,7 +100,12 @@ def test_parallel_prepared_weights_cannot_be_cut(mesh):
         ({}, {"dispatch": "ring"}, ValueError, "expected one of replicated, all_to_all, or None"),
         ({}, {"expert_map": np.arange(5)}, ValueError, "topk_ids are global, and each rank's map is made here"),
         ({"x": np.zeros((13, 32), np.float32)}, {}, ValueError, "expected x [..., 64] and both [..., K]"),
-        ({"topk_ids": np.zeros((13, 2), np.float32)}, {}, TypeError, "topk_ids of dtype float32"),
+        (
+            {"topk_ids": np.zeros((13, 2), np.float32)},
+            {},
+            TypeError,
+            "expected an integer type. topk_weights come before topk_ids.",
+        ),
         ({}, {"token_mask": np.zeros(4, bool)}, ValueError, "token_mask bool[4] given; expected bool[13]"),
         ({}, {"activation": "relu"}, ValueError, "activation='relu'"),
     ],
