@@ -35,7 +35,7 @@ class Hardware:
       bfloat16, float8: measured there: 8192 x 8192 x 8192 products, flops a second.
       nvlink: NVIDIA's H200 data sheet: NVLink 4, 900 GB/s in both directions together.
       node: GPUs that NVLink joins: 8 in an HGX H200.
-      network: NVIDIA's DGX H200 data sheet: one 400 Gb/s port for each GPU.
+      network: NVIDIA's DGX BasePOD reference architecture: a DGX H200 has eight single-port ConnectX-7 of up to 400 Gb/s, one for each GPU.
       latency: seconds of one collective beyond its bytes. Assumed, not measured.
     """
 

@@ -263,9 +263,8 @@ def carve(workspace: Any, slots: Sequence[tuple[int, BufferSpec]]) -> list:
     """The tensors of `slots` inside a uint8 workspace tensor. Views: they must not outlive the call either."""
     import torch
 
-    whole: dict[
-        str, Any
-    ] = {}  # the workspace as each type: one more view a buffer then does it, which counts in every call
+    # The workspace as each type: one more view a buffer then does it, which counts in every call.
+    whole: dict[str, Any] = {}
     tensors = []
     for offset, spec in slots:
         if (base := whole.get(spec.dtype)) is None:

@@ -225,6 +225,24 @@ def test_t11_order_with_slow_producers_and_consumers(plan, bridge):
 # Workspace
 
 
+def test_carve_takes_each_buffer_from_its_own_bytes():
+    """Also of a workspace that lies inside of another buffer, of odd length, and with an empty buffer between."""
+    specs = [
+        BufferSpec(*spec)
+        for spec in (((3, 5), "float32"), ((0, 4), "int32"), ((2, 3, 4), "bfloat16"), ((7,), "uint8"), ((), "int64"))
+    ]
+    slots, size = workspace_slots(specs)
+    memory = torch.arange(512 + size + 3).to(torch.uint8)
+    for (offset, spec), tensor in zip(slots, carve(memory[512:], slots), strict=True):
+        assert tuple(tensor.shape) == spec.shape
+        assert tensor.dtype == getattr(torch, spec.dtype)
+        assert tensor.is_contiguous()
+        raw = memory[512 + offset : 512 + offset + spec.nbytes]
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), raw)
+        if spec.nbytes:
+            assert tensor.data_ptr() == raw.data_ptr()
+
+
 def test_t29_workspace_is_the_asked_size_and_carves_without_overlap(plan, bridge):
     slots, size = workspace_slots(
         [BufferSpec((5,), "float32"), BufferSpec((3, 3), "bfloat16"), BufferSpec((), "int32")]

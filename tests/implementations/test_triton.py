@@ -194,6 +194,23 @@ def test_configs_on_sm_90(monkeypatch, dtype, activation_quant, tokens):
             assert (mode >= decode.E4M3.value) <= (dtype == "bfloat16")
 
 
+@needs_triton
+@pytest.mark.parametrize(
+    ("tokens", "out_dtype", "shuffled", "dtype"),
+    [
+        (260, "bfloat16", True, "float32"),  # 64 MiB are 260.06 tokens
+        (261, "bfloat16", True, "bfloat16"),
+        (261, "float32", True, "float32"),
+        (261, "bfloat16", False, "float32"),
+    ],
+)
+def test_rows_are_rounded_early_only_where_they_leave_the_cache(tokens, out_dtype, shuffled, dtype):
+    from jax_mxfp4_moe.implementations.triton.pipeline import Facts
+
+    problem = MoeProblem(tokens, 9, 33, 7168, 2048, out_dtype=out_dtype)
+    assert Facts(problem, default_config(problem, "bits"), shuffled).buffers()["rows"].dtype == dtype
+
+
 def test_a_float8_product_of_float32_activations_is_refused():
     from jax_mxfp4_moe.implementations.triton.pipeline import Facts
 
