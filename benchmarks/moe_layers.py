@@ -147,7 +147,7 @@ def time_routing(layer: triton_layer.Layer, want: Rows) -> dict:
 
     def once(i: int) -> None:
         operands = launches.tensors_of(p, layer.inputs(i, True))
-        launches.TritonSteps(facts, operands, buffers, layer.y, True, launch).route(operands.topk_ids)
+        launches.TritonSteps(facts, operands, buffers, layer.y, True, launch, True).route(operands.topk_ids)
 
     once(0)
     torch.cuda.synchronize()

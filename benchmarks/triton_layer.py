@@ -33,6 +33,8 @@ from jax_mxfp4_moe.implementations.triton import pipeline as launches
 from jax_mxfp4_moe.implementations.triton.implementation import WIDE_ROWS, default_config
 from jax_mxfp4_moe.problem import MoeProblem
 
+OVERLAP = os.environ.get("OVERLAP", "1") == "1"
+"""Whether launches overlap, as those of the implementation do."""
 PEERS = {  # best peer's microseconds, bfloat16 activations, measured on another day on the same kind of device
     "r257i256m16": 156, "r257i256m128": 363, "r257i256m512": 620, "r33i512m16": 104, "r33i512m128": 190, "r33i512m512": 470,
     "r33i2048m512": 1196, "r33i2048m4096": 5438, "r33i2048m16384": 20306, "ossm1": 49.6, "ossm16": 172, "ossm128": 230,
@@ -150,7 +152,8 @@ def call(layer: Layer, facts: launches.Facts, buffers: dict, i: int = 0, only: s
             launches.launch(kernel, grid, *args, **constants)
 
     operands = launches.tensors_of(layer.problem, layer.inputs(i, facts.shuffled))
-    moe.pipeline(launches.TritonSteps(facts, operands, buffers, layer.y, True, launch), operands)
+    overlap = OVERLAP and not isinstance(only, str)  # a kernel by itself would overlap with itself
+    moe.pipeline(launches.TritonSteps(facts, operands, buffers, layer.y, True, launch, overlap), operands)
 
 
 def routed(layer: Layer, buffers: dict, facts: launches.Facts) -> bool:
@@ -214,7 +217,8 @@ def warm(job) -> str | None:
         buffers["offsets"] = torch.empty(problem.experts + 1, dtype=torch.int32, device=device)
         operands = launches.tensors_of(problem, [tiny(spec) for spec in specs])
         y = tiny(BufferSpec((), problem.out_dtype))
-        moe.pipeline(launches.TritonSteps(facts, operands, buffers, y, True, compile_only), operands)
+        for overlap in {OVERLAP, False}:
+            moe.pipeline(launches.TritonSteps(facts, operands, buffers, y, True, compile_only, overlap), operands)
     except Exception as error:  # noqa: BLE001 - a config that does not fit
         return f"{changes}: {type(error).__name__}: {str(error)[:300]}"
     return None

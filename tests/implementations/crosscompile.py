@@ -35,7 +35,7 @@ class Recorder:
     kernels: dict = dataclasses.field(default_factory=dict)
 
     def __call__(self, kernel, grid, *args, **constants):
-        options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
+        options = {k: constants.pop(k) for k in ("num_warps", "num_stages", "launch_pdl") if k in constants}
         names = kernel.arg_names
         values = {**dict(zip(names, args, strict=False)), **constants}
         signature, constexprs, attrs = {}, {}, {}
@@ -64,5 +64,6 @@ def compile_for(target, facts, inputs, ptx=False):
     buffers["offsets"] = torch.empty(facts.problem.experts + 1, dtype=torch.int32)
     operands = pipeline.tensors_of(facts.problem, [tiny(spec) for spec in inputs])
     y = torch.empty(16, dtype=getattr(torch, facts.problem.out_dtype))
-    moe.pipeline(pipeline.TritonSteps(facts, operands, buffers, y, ptx, record), operands)
+    steps = pipeline.TritonSteps(facts, operands, buffers, y, ptx, record, overlap=target == "sm_90")
+    moe.pipeline(steps, operands)
     return record.kernels

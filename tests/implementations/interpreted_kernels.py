@@ -191,10 +191,12 @@ def test_quantization_is_that_of_the_reference(dtype, rounding, scale_rule):
     problem = random_case(tokens=1, hidden=96, dtype=dtype).problem("mxfp4", scale_rule=scale_rule, rounding=rounding)
     planes = torch.zeros(24, 1, 96, dtype=torch.bfloat16)
     count = torch.tensor([24], dtype=torch.int32)
-    split_rows[(5,)](to_torch(x), planes, torch.zeros(24), count, 24, **facts_of(problem, "bits").splitting(96))
+    split_rows[(5,)](
+        to_torch(x), planes, torch.zeros(24), count, 24, **facts_of(problem, "bits").splitting(96), PDL=False
+    )
     codes, scales = oracle.quantize(x, scale_rule, rounding)
     packed = torch.zeros(25, 48, dtype=torch.uint8), torch.zeros(25, 3, dtype=torch.uint8)
-    split_rows[(5,)](to_torch(x), *packed, count, 24, **facts_of(problem, "scaled").splitting(96))
+    split_rows[(5,)](to_torch(x), *packed, count, 24, **facts_of(problem, "scaled").splitting(96), PDL=False)
     np.testing.assert_array_equal(packed[0].numpy(), np.pad(codes, ((0, 1), (0, 0))))
     np.testing.assert_array_equal(packed[1].numpy(), np.pad(scales, ((0, 1), (0, 0))))
     with np.errstate(over="ignore"):
@@ -229,7 +231,7 @@ def test_fp8_quantization_is_that_of_the_reference(dtype, product, scale):
     planes = torch.zeros(24, 1, 96, dtype=torch.bfloat16 if product == "bits" else torch.float8_e4m3fn)
     scales = torch.zeros(24) if scale is None else torch.tensor(scale)
     count = torch.tensor([24], dtype=torch.int32)
-    split_rows[(5,)](to_torch(x), planes, scales, count, 24, **facts_of(problem, product).splitting(96))
+    split_rows[(5,)](to_torch(x), planes, scales, count, 24, **facts_of(problem, product).splitting(96), PDL=False)
     codes, expected_scales = oracle.quantize_fp8(x, scale)
     k = np.arange(96)
     at = (k & 1) * 48 + (k >> 1) if product == "bits" else ((k >> 2) & 1) * 48 + (k >> 3) * 4 + (k & 3)

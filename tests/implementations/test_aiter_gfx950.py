@@ -84,7 +84,7 @@ def test_gfx950_quantizer_rounds_as_aiter_does(simulator, rule, k):
     gfx950.Launcher(seed=1)(
         split_rows, (3,), as_torch(x), planes, torch.zeros(rows + 1), torch.tensor([rows], dtype=torch.int32), rows + 1,
         K=k, PADDED=k, PLANES=1, BLOCKS=16, MODE=decode.BITS.value, QUANT=True,
-        CARRY=SCALE_RULE_CARRY[scale_rule], HALF_AWAY=rounding == "half_away", num_warps=4,
+        CARRY=SCALE_RULE_CARRY[scale_rule], HALF_AWAY=rounding == "half_away", PDL=False, num_warps=4,
     )  # fmt: skip
     planes = planes.float().numpy().reshape(rows + 1, 2, k // 2)  # the even elements, then the odd ones
     found = np.stack([planes[:, 0], planes[:, 1]], axis=-1).reshape(rows + 1, k)

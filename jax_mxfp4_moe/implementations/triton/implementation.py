@@ -253,7 +253,8 @@ def default_config(problem: MoeProblem, product: str) -> Config:
     planes = 1 if problem.activation_quant is not None or (product == "bits" and problem.dtype == "bfloat16") else 2
     expand = average >= EXPAND_ROWS
     most = 128 // planes if expand else 64 // planes if product == "e4m3" else 64
-    tile_rows = min(most, max(16 // planes, 1 << (math.ceil(average * 0.9) - 1).bit_length()))
+    fewest = (32 if average >= 12 and product == "e4m3" else 16) // planes
+    tile_rows = min(most, max(fewest, 1 << (math.ceil(average * 0.9) - 1).bit_length()))
     columns = tile_rows * planes
     wide = columns >= 128 or (columns >= 64 and average > 64)
     values = {
@@ -261,9 +262,9 @@ def default_config(problem: MoeProblem, product: str) -> Config:
         "tile_rows": tile_rows,
         "group": 8 if average > 2 * tile_rows else 1,
         "block_f": 64 if problem.intermediate > 32 else 32,
-        "block_k1": 256 if columns >= 64 and product == "e4m3" else 128,
+        "block_k1": 256 if (columns >= 64 or average >= 24) and product == "e4m3" else 128,
         "warps1": 8 if wide else 4,
-        "stages1": 3 if columns >= 64 else 4,
+        "stages1": 3 if columns >= 32 else 4,
         "block_d": 128 if problem.hidden > 64 else 64,
         "block_k2": 128,
         "warps2": 8 if columns >= 128 else 4,
@@ -274,6 +275,12 @@ def default_config(problem: MoeProblem, product: str) -> Config:
     }
     if problem.intermediate <= 512 and not expand:  # one step of stage 2 holds all of F
         values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "block_d": 64, "span": 8}
+        if columns == 32 and planes == 1 and problem.intermediate <= 256:
+            values["block_d"] = 128 if problem.hidden > 64 else 64
+        if (
+            columns == 64 and product == "e4m3" and not wide
+        ):  # twice as many programs, of which no multiprocessor has one too many
+            values["block_f"] = 32
         if wide:
             values |= {"block_d": 128 if problem.hidden > 64 else 64, "span": 4, "warps2": 8}
     elif problem.rows <= 16:  # too few tiles to fill the chip: halve them

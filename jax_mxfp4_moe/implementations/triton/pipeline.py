@@ -184,7 +184,7 @@ class Facts:
             "K": n,
             "PADDED": self.padded(n),
             "PLANES": self.planes,
-            "BLOCKS": min(128, 1 << (blocks - 1).bit_length()),
+            "BLOCKS": min(256, 1 << (blocks - 1).bit_length()),
             "MODE": self.mode,
             "QUANT": self.quant,
             "CARRY": SCALE_RULE_CARRY[self.problem.scale_rule],
@@ -244,6 +244,13 @@ class TritonSteps:
     y: Any
     ptx: bool
     launch: Launch = launch
+    overlap: bool = False
+    """Whether launches wait for each other in the kernels (`overlap.py`)."""
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, first: bool = False, **constants: Any) -> None:
+        if self.overlap and not first:
+            constants["launch_pdl"] = True
+        self.launch(kernel, grid, *args, PDL=self.overlap, **constants)
 
     def route(self, topk_ids: Any) -> None:
         """Step 1, and step 2 in the same launch; results are in `buffers`."""
@@ -262,18 +269,17 @@ class TritonSteps:
             scan = min(256, max(32, 1 << (p.rows - 1).bit_length()))
             constants = {**tile, "SCAN": scan, "LIST": lists_too, **splitting, "num_warps": 8}
             grid = (first + ranks + p.tokens,)
-            self.launch(
-                route.route_few, grid, topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks, **constants
-            )
+            args = (topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks)
+            self._launch(route.route_few, grid, *args, first=True, **constants)
             if not lists_too:
-                self.launch(route.list_few, (1,), *lists, **tile)
+                self._launch(route.list_few, (1,), *lists, **tile)
             return
         constants = {**sizes, **splitting}
         grid = (f.chunks + p.tokens,)
         args = (topk_ids, b["counts"], *rows, p.rows, p.tokens, f.chunks)
-        self.launch(route.count_chunks, grid, *args, **constants)
-        self.launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
-        self.launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
+        self._launch(route.count_chunks, grid, *args, first=True, **constants)
+        self._launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
+        self._launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
 
     def quantize(self, x: Any, scale: Any = None) -> Planes:
         """Steps 2 and 4: rows in operand form, rounded to what the problem asks for. `scale` is the static one of "fp8", or None."""
@@ -284,7 +290,7 @@ class TritonSteps:
         grid = (min(p.rows, MAX_SPLIT_PROGRAMS),)
         scales = b["h_scales"] if scale is None else scale
         args = (x, b["h_planes"], scales, count, p.rows)
-        self.launch(quantize.split_rows, grid, *args, **f.splitting(p.intermediate))
+        self._launch(quantize.split_rows, grid, *args, **f.splitting(p.intermediate))
         return Planes(b["h_planes"], scales)
 
     def stage1(self, x: Planes, gate_up: Packed, bias: Any, topk_weights: Any, routing: None) -> Any:
@@ -295,7 +301,7 @@ class TritonSteps:
             return self.buffers["h"]
         block = config["block_f"]
         gate_up = self._expanded("gate_up", gate_up, 2 * p.intermediate, p.hidden)
-        self.launch(
+        self._launch(
             stage1.stage1, (f.tiles * -(-p.intermediate // block),),
             *x, *gate_up, bias, topk_weights, *self._lists(), self.buffers["h"],
             F=p.intermediate, TOP_K=p.top_k, HAS_BIAS=bias is not None, WEIGHTED=p.apply_router_weight_on_input,
@@ -312,7 +318,7 @@ class TritonSteps:
         else:
             self._stage2(h, down, bias, topk_weights, rows)
         width = min(1024, 1 << (p.hidden - 1).bit_length())
-        self.launch(
+        self._launch(
             stage2.combine, (p.tokens, -(-p.hidden // width)), rows, self.operands.topk_ids, self.y,
             D=p.hidden, TOP_K=p.top_k, EXPERTS=p.experts, BLOCK=width, num_warps=4,
         )  # fmt: skip
@@ -326,13 +332,14 @@ class TritonSteps:
 
         f, p = self.facts, self.facts.problem
         columns = -(-width // (hopper.HALF.value if gated else 2 * hopper.HALF.value))
-        self.launch(
+        self._launch(
             hopper.hopper_product, (min(_multiprocessors(out.device), f.tiles * columns),),
             *rows, *stack, bias, topk_weights, *self._lists(), out,
             K=f.padded(n), WIDTH=width, TOP_K=p.top_k, PLANES=f.planes, GATED=gated, HAS_BIAS=bias is not None,
             WEIGHTED=p.apply_router_weight_on_input == gated, ROW_SCALES=f.row_scales,
             ACTIVATION=stage1.ACTIVATIONS[p.activation], ALPHA=p.activation_alpha or 0.0, LIMIT=p.activation_limit or 0.0,
-            TILE=f.tile_rows, GROUP=f.config["group"], STAGES=hopper.stages(f.planes, f.tile_rows), num_warps=4,
+            TILE=f.tile_rows, LEVELS=hopper.levels(f.tile_rows), GROUP=f.config["group"],
+            STACK=hopper.stack(f.planes, f.tile_rows), STAGES=hopper.stages(f.planes, f.tile_rows), num_warps=4,
         )  # fmt: skip
 
     def _stage2(self, h: Planes, down: Packed, bias: Any, topk_weights: Any, rows: Any) -> None:
@@ -354,9 +361,9 @@ class TritonSteps:
             del constant["GROUP"]
             grid = (f.tiles * -(-columns // config["span"]),)
             del constants["HAS_BIAS"]
-            self.launch(stage2.stage2_spans, grid, *h, *down, *args[5:], SPAN=config["span"], **constants, **constant)
+            self._launch(stage2.stage2_spans, grid, *h, *down, *args[5:], SPAN=config["span"], **constants, **constant)
         else:
-            self.launch(stage2.stage2, (f.tiles * columns,), *args, **constants, **constant)
+            self._launch(stage2.stage2, (f.tiles * columns,), *args, **constants, **constant)
 
     def _expanded(self, name: str, stack: Packed, rows: int, n: int) -> Packed:
         """A stack decoded into the workspace, if the config asks for it."""
@@ -367,7 +374,7 @@ class TritonSteps:
         grid = (k // layout.GROUP, -(-rows // 64), f.problem.experts)
         constants = {"N": rows, "K": k, "ROWS": 64, "WIDE": f.mode == decode.WIDE.value}
         args = (stack.codes.view(torch.int32), stack.scales, self.buffers["offsets"], wide.view(torch.int32))
-        self.launch(product.expand, grid, *args, **constants)
+        self._launch(product.expand, grid, *args, **constants)
         return Packed(wide, stack.scales)
 
     def _lists(self) -> tuple[Any, ...]:
@@ -403,6 +410,12 @@ def _multiprocessors(device: torch.device) -> int:
 def has_ptx() -> bool:
     """Whether kernels may hold PTX here: only where they are compiled for CUDA."""
     return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+@functools.cache
+def has_overlap(device: torch.device) -> bool:
+    """Whether launches on a device can wait for each other in the kernels: NVIDIA, from sm_90 on."""
+    return has_ptx() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def tensors_of(problem: MoeProblem, inputs: Sequence[Any]) -> Operands:
@@ -442,7 +455,8 @@ def run(
             "since the kernel for Hopper copies that many bytes at once. Copy them with jnp.copy, or pass config={'specialize': 0}."
         )
     how = launch if ready is None else ready.launcher()
-    pipeline(TritonSteps(facts, operands, buffers, outputs[0], has_ptx(), how), operands)
+    steps = TritonSteps(facts, operands, buffers, outputs[0], has_ptx(), how, has_overlap(workspace.device))
+    pipeline(steps, operands)
 
 
 def warm(
@@ -463,5 +477,5 @@ def warm(
     operands = tensors_of(facts.problem, [tiny(spec) for spec in inputs])
     y = tiny(BufferSpec((), facts.problem.out_dtype))
     kernels = Compiled()
-    pipeline(TritonSteps(facts, operands, buffers, y, has_ptx(), kernels.compile), operands)
+    pipeline(TritonSteps(facts, operands, buffers, y, has_ptx(), kernels.compile, has_overlap(device)), operands)
     compiled[device.index] = kernels

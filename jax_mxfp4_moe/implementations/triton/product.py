@@ -12,6 +12,7 @@ from jax_mxfp4_moe.implementations.triton.decode import (
     to_bfloat16,
     to_e4m3,
 )
+from jax_mxfp4_moe.implementations.triton.overlap import wait_for_previous
 
 E2M1 = tl.constexpr("e2m1")
 """The name of the format; some versions of Triton's interpreter want it as a constexpr."""
@@ -214,11 +215,15 @@ def two_bfloat16(even, odd, scale):
 
 
 @triton.jit
-def expand(words, scales, offsets, out, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
+def expand(
+    words, scales, offsets, out,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Decodes the experts that own a row, out [E, N, K] in the order of `decode.quad_position`. Grid: K / 128, ceil(N / ROWS), E.
 
     words: the shuffled codes, four bytes at a time, int32; so is out. With WIDE into bfloat16, else into E4M3 without the row's scale.
     """
+    wait_for_previous(PDL)
     e = tl.program_id(2)
     if tl.load(offsets + e + 1) > tl.load(offsets + e):
         n = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

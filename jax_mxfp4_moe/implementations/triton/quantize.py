@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from jax_mxfp4_moe.implementations.triton.decode import power_of_two, quad_position
+from jax_mxfp4_moe.implementations.triton.overlap import wait_for_previous
 
 MXFP4 = tl.constexpr(1)
 """QUANT of rows that are rounded to MXFP4; 0 leaves them as they are."""
@@ -26,6 +27,24 @@ STATIC_FP8 = tl.constexpr(3)
 
 
 @triton.jit
+def largest(x):
+    """Bits of the largest magnitude of each block, int32 [blocks, 1, 1]; x: [blocks, 8, 4] float32."""
+    return tl.max(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2), axis=1)[:, None, None]
+
+
+@triton.jit
+def largest_of_all(x, BLOCKS: tl.constexpr):
+    """The same of all blocks, one int32; within threads first."""
+    return tl.max(tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (BLOCKS * 32,)), axis=0)
+
+
+@triton.jit
+def scale_of(amax, CARRY: tl.constexpr):
+    """The E8M0 byte of blocks with these largest magnitudes, all finite; int32."""
+    return tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)
+
+
+@triton.jit
 def encode_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
     """Codes and scales that `jax_mxfp4_moe.quantize` gives x, bit by bit; x: [blocks, 8, 4] float32.
 
@@ -33,8 +52,8 @@ def encode_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    amax = tl.max(tl.max(magnitude, axis=2), axis=1)[:, None, None]
-    scale = tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)
+    amax = largest(x)
+    scale = scale_of(amax, CARRY)
     field, mantissa = magnitude >> 23, magnitude & 0x7FFFFF
     quotient = (tl.maximum(field - scale + 127, 0) << 23) | mantissa
     power = ((105 - tl.minimum(scale, 64)) << 23).to(tl.float32, bitcast=True)
@@ -54,38 +73,36 @@ def encode_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
 
 
 @triton.jit
-def round_to_mxfp4(x, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr):
-    """The values of `encode_mxfp4`'s codes and scales, float32, in half the instructions; NaN where the scale is 255."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    amax = tl.max(tl.max(magnitude, axis=2), axis=1)[:, None, None]
-    scale = tl.minimum(tl.maximum(((amax + CARRY) >> 23) - 2, 0), 254)
-    # Exact from 2 ** -126 up, and what is below rounds to 0 anyway.
-    q = magnitude.to(tl.float32, bitcast=True) * power_of_two(254 - scale)
-    b = q.to(tl.int32, bitcast=True)
-    if HALF_AWAY:
-        small = tl.where(q >= 0.75, 1.0, tl.where(q >= 0.25, 0.5, 0.0))
-        large = (b + 0x200000) & -0x400000
-    else:
-        small = tl.where(q >= 0.75, 1.0, tl.where(q > 0.25, 0.5, 0.0))
-        large = (b + 0x1FFFFF + ((b >> 22) & 1)) & -0x400000
-    value = tl.where(q < 1.0, small, tl.minimum(large.to(tl.float32, bitcast=True), 6.0)) * power_of_two(scale)
-    value = (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
-    return tl.where(amax >= 0x7F800000, float("nan"), value)
+def with_sign(magnitude, bits):
+    """A magnitude that is not negative, float32, with the sign of `bits`."""
+    return (magnitude.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def round_to_e4m3(x, inverse):
-    """The E4M3 values nearest to x * inverse, as `jax_mxfp4_moe.quantize.quantize_fp8` rounds, in float32; NaN for what is not finite."""
+def round_to_e2m1(x, scale, HALF_AWAY: tl.constexpr):
+    """The values of `encode_mxfp4`'s codes, float32, in half the instructions; means nothing in blocks that are not finite."""
     bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    q = tl.minimum(magnitude.to(tl.float32, bitcast=True) * inverse, 448.0)
+    # Exact from 2 ** -126 up, and what is below rounds to 0 anyway.
+    q = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * power_of_two(254 - scale)
+    if HALF_AWAY:
+        b = q.to(tl.int32, bitcast=True)
+        large = ((b + 0x200000) & -0x400000).to(tl.float32, bitcast=True)
+        value = tl.where(q < 1.0, tl.where(q >= 0.75, 1.0, tl.where(q >= 0.25, 0.5, 0.0)), large)
+    else:
+        # A power of two so large that their sum keeps one bit behind q's first one, and halves below 1; to nearest, ties to even.
+        top = (tl.maximum(q, 1.0).to(tl.int32, bitcast=True) & 0x7F800000) + 0xB000000
+        top = top.to(tl.float32, bitcast=True)
+        value = (q + top) - top
+    return with_sign(tl.minimum(value, 6.0), bits)
+
+
+@triton.jit
+def round_to_e4m3(q):
+    """The E4M3 values nearest to q, 0..448 in float32, as `jax_mxfp4_moe.quantize.quantize_fp8` rounds."""
     # Normal values keep three bits of the mantissa; below 2 ** -6 the sum keeps multiples of 2 ** -9. To nearest, ties to even.
     b = q.to(tl.int32, bitcast=True)
     normal = ((b + 0x7FFFF + ((b >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    value = tl.where(q < 0.015625, (q + 16384.0) - 16384.0, normal)
-    value = (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
-    return tl.where(magnitude >= 0x7F800000, float("nan"), value)
+    return tl.where(q < 0.015625, (q + 16384.0) - 16384.0, normal)
 
 
 @triton.jit
@@ -105,23 +122,11 @@ def row_factors(row_scales, at, mask, ROW_SCALES: tl.constexpr):
 
 
 @triton.jit
-def load_row(
-    x,
-    row,
-    block,
-    K: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    QUANT: tl.constexpr,
-    CARRY: tl.constexpr,
-    HALF_AWAY: tl.constexpr,
-):
+def load_row(x, row, block, K: tl.constexpr, BLOCKS: tl.constexpr):
     """Blocks `block`, `block + 1`, ... of one row, as float32 [BLOCKS, 8, 4], 0 past K."""
     blocks = block + tl.arange(0, BLOCKS)[:, None, None]
     k = blocks * 32 + tl.arange(0, 8)[None, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    v = tl.load(x + row * K + k, mask=blocks < K // 32, other=0.0).to(tl.float32)
-    if QUANT == 1:
-        v = round_to_mxfp4(v, CARRY, HALF_AWAY)
-    return v
+    return tl.load(x + row * K + k, mask=blocks < K // 32, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -144,7 +149,7 @@ def pack_row(
 ):
     """Writes the MXFP4 bytes of one row."""
     for block in range(0, K // 32, BLOCKS):
-        v = load_row(x, row, block, K, BLOCKS, 0, CARRY, HALF_AWAY)
+        v = load_row(x, row, block, K, BLOCKS)
         code, scale = encode_mxfp4(v, CARRY, HALF_AWAY)
         code = tl.where(scale == 255, 0, code)
         even, odd = tl.split(tl.reshape(code, (BLOCKS, 16, 2)))
@@ -161,14 +166,27 @@ def plane_row(
     K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
     QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
 ):  # fmt: skip
-    """Writes the planes of one row."""
+    """Writes the planes of one row, which is read once if BLOCKS holds it."""
     out = planes + row * PLANES * PADDED
-    if QUANT == 2 or (QUANT < 2 and MODE >= 2):
+    if BLOCKS * 32 >= PADDED:
+        v = load_row(x, row, 0, K, BLOCKS)
+        amax = largest_of_all(v, BLOCKS)
+        scale = scale_of_row(amax, row_scales, row, MODE, QUANT)
+        write_planes(out, v, 0, amax, scale, PADDED, PLANES, BLOCKS, MODE, QUANT, CARRY, HALF_AWAY)
+    else:
         amax = 0
-        for block in range(0, K // 32, BLOCKS):
-            v = load_row(x, row, block, K, BLOCKS, 0, CARRY, HALF_AWAY)
-            bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            amax = tl.maximum(amax, tl.max(tl.max(tl.max(bits, axis=2), axis=1), axis=0))
+        if QUANT == 2 or (QUANT < 2 and MODE >= 2):
+            for block in range(0, K // 32, BLOCKS):
+                amax = tl.maximum(amax, largest_of_all(load_row(x, row, block, K, BLOCKS), BLOCKS))
+        scale = scale_of_row(amax, row_scales, row, MODE, QUANT)
+        for block in range(0, PADDED // 32, BLOCKS):
+            v = load_row(x, row, block, K, BLOCKS)
+            write_planes(out, v, block, amax, scale, PADDED, PLANES, BLOCKS, MODE, QUANT, CARRY, HALF_AWAY)
+
+
+@triton.jit
+def scale_of_row(amax, row_scales, row, MODE: tl.constexpr, QUANT: tl.constexpr):
+    """What a row's elements are multiplied by, from its largest magnitude: a float32, or the exponent of one; stores the factor."""
     if QUANT >= 2:
         if QUANT == 2:
             scale = tl.cast(amax, tl.float32, bitcast=True) * 0.002232142857142857
@@ -177,47 +195,73 @@ def plane_row(
         else:
             scale = static_scale(row_scales)
         # A plain division may be an approximate one.
-        inverse = tl.div_rn(1.0, scale)
+        return tl.div_rn(1.0, scale)
     elif MODE >= 2:
         # The largest element comes to lie in 128..256, and what the first plane leaves of it, times 32, too. Rounding to MXFP4 may raise
         # an element to the next power of two at most, which is left room for.
         exponent = tl.minimum(tl.maximum((260 if QUANT else 261) - (amax >> 23), 1), 254)
-        up = (exponent << 23).to(tl.float32, bitcast=True)
         down = tl.where(amax >= 0x7F800000, 0x7FC00000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
         tl.store(row_scales + row, down)
-    for block in range(0, PADDED // 32, BLOCKS):
-        v = load_row(x, row, block, K, BLOCKS, QUANT, CARRY, HALF_AWAY)
-        if QUANT >= 2:
-            v = tl.where(scale == scale, round_to_e4m3(v, inverse), 0.0)
-        blocks = block + tl.arange(0, BLOCKS)[:, None, None]
-        at = quad_position(blocks, tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :], PADDED, MODE)
-        inside = tl.broadcast_to(blocks < PADDED // 32, (BLOCKS, 8, 4))
-        if MODE >= 2:
-            if QUANT < 2:
-                v = tl.where(amax >= 0x7F800000, 0.0, v * up)
-            high = v.to(tl.float8e4nv)
-            tl.store(out + at, high, mask=inside)
-            if PLANES == 2:
-                tl.store(out + PADDED + at, ((v - high.to(tl.float32)) * 32.0).to(tl.float8e4nv), mask=inside)
-        elif PLANES == 1:
-            tl.store(out + at, v.to(tl.bfloat16), mask=inside)
+        return exponent
+    else:
+        return 0
+
+
+@triton.jit
+def write_planes(
+    out, v, block, amax, scale,
+    PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
+    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
+):  # fmt: skip
+    """Rounds blocks `block`, ... of a row, v as `load_row` gives them, and writes their planes."""
+    if QUANT == 1:
+        tops = largest(v)
+        byte = scale_of(tops, CARRY)
+        v = round_to_e2m1(v, byte, HALF_AWAY)
+        if MODE >= 2:  # both powers of two at once
+            power = byte + scale - 127
+            v = tl.where(amax >= 0x7F800000, 0.0, v * tl.where(power > 0, power << 23, 0).to(tl.float32, bitcast=True))
         else:
-            for plane in tl.static_range(PLANES):
-                # The upper half of a float32 is a bfloat16; what is left of v is then exact.
-                bits = v.to(tl.int32, bitcast=True)
-                part = (bits & -65536).to(tl.float32, bitcast=True)
-                part = tl.where(v == v, part, float("nan"))
-                tl.store(out + plane * PADDED + at, part.to(tl.bfloat16), mask=inside)
-                v = tl.where((bits & 0x7F800000) == 0x7F800000, 0.0, v - part)
+            v = tl.where(tops >= 0x7F800000, float("nan"), v * power_of_two(byte))
+    elif QUANT >= 2:
+        bits = v.to(tl.int32, bitcast=True)
+        q = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * scale, 448.0)
+        if MODE < 2:
+            q = round_to_e4m3(q)
+        v = with_sign(q, bits)
+        if QUANT == 3:  # else every element of the row is NaN
+            v = tl.where((bits & 0x7FFFFFFF) >= 0x7F800000, float("nan"), v)
+        v = tl.where(scale == scale, v, 0.0)
+    elif MODE >= 2:
+        v = tl.where(amax >= 0x7F800000, 0.0, v * (scale << 23).to(tl.float32, bitcast=True))
+    blocks = block + tl.arange(0, BLOCKS)[:, None, None]
+    at = quad_position(blocks, tl.arange(0, 8)[None, :, None], tl.arange(0, 4)[None, None, :], PADDED, MODE)
+    inside = tl.broadcast_to(blocks < PADDED // 32, (BLOCKS, 8, 4))
+    if MODE >= 2:
+        high = v.to(tl.float8e4nv)
+        tl.store(out + at, high, mask=inside)
+        if PLANES == 2:
+            tl.store(out + PADDED + at, ((v - high.to(tl.float32)) * 32.0).to(tl.float8e4nv), mask=inside)
+    elif PLANES == 1:
+        tl.store(out + at, v.to(tl.bfloat16), mask=inside)
+    else:
+        for plane in tl.static_range(PLANES):
+            # The upper half of a float32 is a bfloat16; what is left of v is then exact.
+            bits = v.to(tl.int32, bitcast=True)
+            part = (bits & -65536).to(tl.float32, bitcast=True)
+            part = tl.where(v == v, part, float("nan"))
+            tl.store(out + plane * PADDED + at, part.to(tl.bfloat16), mask=inside)
+            v = tl.where((bits & 0x7F800000) == 0x7F800000, 0.0, v - part)
 
 
 @triton.jit
 def split_rows(
     x, planes, row_scales, count, rows,
     K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
-    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
+    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Brings the rows of h that an expert owns to operand form; `count` points to their number, `rows` is its bound."""
+    wait_for_previous(PDL)
     used = tl.minimum(tl.load(count), rows)
     row = tl.program_id(0)
     while row < used:

@@ -9,6 +9,7 @@ and each slot is ranked inside its chunk, in three.
 import triton
 import triton.language as tl
 
+from jax_mxfp4_moe.implementations.triton.overlap import wait_for_previous
 from jax_mxfp4_moe.implementations.triton.quantize import split_row
 
 RANK = tl.constexpr(16)
@@ -74,12 +75,13 @@ def route_few(
     ids, order, offsets, tile_expert, tile_row, tile_count, x, planes, row_scales, rows, tokens, ranks,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr, LIST: tl.constexpr,
     K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
-    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
+    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Step 1, and step 2 of one token a program. Grid: (LIST ? 1 : ceil((EXPERTS + 1) / RANK)) + ranks + tokens.
 
     With LIST one program counts and lists the tiles; else offsets are ranks too, and `list_few` follows.
     """
+    wait_for_previous(PDL)
     FIRST: tl.constexpr = 1 if LIST else (EXPERTS + RANK) // RANK
     program = tl.program_id(0)
     if program < FIRST:
@@ -101,9 +103,10 @@ def route_few(
 
 @triton.jit
 def list_few(
-    offsets, tile_expert, tile_row, tile_count, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr
-):
+    offsets, tile_expert, tile_row, tile_count, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """The tiles from the offsets; one program."""
+    wait_for_previous(PDL)
     e = tl.arange(0, WIDTH)
     counts = tl.load(offsets + e + 1, mask=e < EXPERTS, other=0) - tl.load(offsets + e, mask=e < EXPERTS, other=0)
     list_tiles(counts, offsets, tile_expert, tile_row, tile_count, EXPERTS, WIDTH, TILE)
@@ -114,9 +117,10 @@ def count_chunks(
     ids, counts, x, planes, row_scales, rows, tokens, chunks,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
     K: tl.constexpr, PADDED: tl.constexpr, PLANES: tl.constexpr, BLOCKS: tl.constexpr, MODE: tl.constexpr,
-    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr,
+    QUANT: tl.constexpr, CARRY: tl.constexpr, HALF_AWAY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Ids in each chunk, counts [chunks, WIDTH]; and step 2. Grid: chunks + tokens."""
+    wait_for_previous(PDL)
     program = tl.program_id(0)
     if program < chunks:
         e = load_ids(ids, program * CHUNK + tl.arange(0, CHUNK), rows, EXPERTS)
@@ -136,8 +140,10 @@ def add_chunks(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Turns counts into each chunk's first row among those of its expert; one program."""
+    wait_for_previous(PDL)
     e = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int32)
     for chunk in range(chunks):
@@ -148,8 +154,9 @@ def add_chunks(
 
 
 @triton.jit
-def place(ids, order, counts, offsets, rows, EXPERTS: tl.constexpr, WIDTH: tl.constexpr):
+def place(ids, order, counts, offsets, rows, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr):
     """Ranks slots inside their chunk. Grid: ceil(rows / RANK)."""
+    wait_for_previous(PDL)
     first = tl.program_id(0) * RANK
     slots = first + tl.arange(0, RANK)
     mine = load_ids(ids, slots, rows, EXPERTS)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from jax_mxfp4_moe.implementations.triton.overlap import wait_for_previous
 from jax_mxfp4_moe.implementations.triton.product import add_planes, multiply, pick_tile
 from jax_mxfp4_moe.implementations.triton.quantize import row_factors
 
@@ -56,9 +57,10 @@ def stage1(
     HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     TILE: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr,
-    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """h [rows, F] in sorted order. Grid: bound of tiles times ceil(F / BLOCK_F)."""
+    wait_for_previous(PDL)
     count = tl.load(tile_count)
     tile, column = pick_tile(tl.program_id(0), count, tl.cdiv(F, BLOCK_F), GROUP)
     if tile < count:

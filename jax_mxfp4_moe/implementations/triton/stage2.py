@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from jax_mxfp4_moe.implementations.triton.decode import power_of_two, shuffled_to_e4m3
+from jax_mxfp4_moe.implementations.triton.overlap import wait_for_previous
 from jax_mxfp4_moe.implementations.triton.product import add_planes, load_operand, load_shuffled, multiply, pick_tile
 from jax_mxfp4_moe.implementations.triton.quantize import row_factors
 
@@ -14,9 +15,10 @@ def stage2(
     K: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr, STACK: tl.constexpr,
     HAS_BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, MODE: tl.constexpr,
-    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [slots, D], weighted. Grid: bound of tiles times ceil(D / BLOCK_D)."""
+    wait_for_previous(PDL)
     count = tl.load(tile_count)
     tile, column = pick_tile(tl.program_id(0), count, tl.cdiv(D, BLOCK_D), GROUP)
     if tile < count:
@@ -52,12 +54,13 @@ def stage2_spans(
     K: tl.constexpr, D: tl.constexpr, PLANES: tl.constexpr, STACK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, SPAN: tl.constexpr, MODE: tl.constexpr,
-    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    ROW_SCALES: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same without bias for K of one step in the shuffled layout: a program keeps its rows of h and goes over SPAN column tiles.
 
     D is a multiple of BLOCK_D. Grid: bound of tiles times ceil(D / BLOCK_D / SPAN).
     """
+    wait_for_previous(PDL)
     SPANS: tl.constexpr = (D // BLOCK_D + SPAN - 1) // SPAN
     tile = tl.program_id(0) // SPANS
     if tile < tl.load(tile_count):
@@ -78,26 +81,34 @@ def stage2_spans(
         codes += e.to(tl.int64) * (D * K // 2)
         scales += e.to(tl.int64) * (D * (K // 32 + 1))
         first = (tl.program_id(0) % SPANS) * SPAN
+        bases = scales + D * (K // 32)
+        base = tl.load(bases + first * BLOCK_D + tl.arange(0, BLOCK_D))
         for column in tl.range(first, tl.minimum(first + SPAN, D // BLOCK_D), num_stages=STAGES):
             d = column * BLOCK_D + tl.arange(0, BLOCK_D)
+            # A turn ahead, since the compiler gets only what a product needs in advance.
+            next_base = tl.load(bases + tl.minimum(column + 1, D // BLOCK_D - 1) * BLOCK_D + tl.arange(0, BLOCK_D))
             c, f = load_shuffled(codes, scales, d, 0, D, K, BLOCK_K)
-            base = tl.load(scales + D * (K // 32) + d).to(tl.int32)
             w0, w1 = shuffled_to_e4m3(c, f, BLOCK_D, BLOCK_K // 32, PTX)
             acc = tl.dot(w0, x0)
             acc = tl.dot(w1, x1, acc)
-            acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE) * power_of_two(base)[:, None] * h_scale[None, :]
+            acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE)
+            acc *= power_of_two(base.to(tl.int32))[:, None] * h_scale[None, :]
             if WEIGHTED:
                 acc *= factor[None, :]
             at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
             tl.store(at, acc.to(out.dtype.element_ty), mask=(m < end)[None, :])
+            base = next_base
 
 
 @triton.jit
-def combine(rows, topk_ids, y, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+def combine(
+    rows, topk_ids, y, D: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """y [tokens, D]: the sum of each token's rows in the order of its slots; those of skipped slots are not read.
 
     Grid: tokens, ceil(D / BLOCK).
     """
+    wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
