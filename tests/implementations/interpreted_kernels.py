@@ -161,6 +161,24 @@ def test_routing(tokens, top_k, experts, monkeypatch):
     assert list(got) == want
 
 
+@pytest.mark.parametrize(("chunks", "step"), [(1, 16), (16, 16), (37, 16), (5, 1)])
+def test_counts_of_many_chunks_are_added(chunks, step):
+    """Each chunk's first row among those of its expert, and where experts start."""
+    from jax_mxfp4_moe.implementations.triton.route import add_chunks
+
+    counts = np.random.default_rng(chunks).integers(0, 30, (chunks, 128)).astype(np.int32)
+    buffers = [
+        torch.from_numpy(counts.copy()),
+        *(torch.full((n,), -7, dtype=torch.int32) for n in (101, 16384, 16384, 1)),
+    ]
+    add_chunks[(1,)](*buffers, chunks, EXPERTS=100, WIDTH=128, TILE=16, STEP=step, PDL=False)
+    np.testing.assert_array_equal(buffers[0].numpy(), counts.cumsum(0) - counts)
+    starts = np.concatenate([[0], counts[:, :100].sum(0).cumsum()])
+    np.testing.assert_array_equal(buffers[1].numpy(), starts)
+    rows = [row for e in range(100) for row in range(starts[e], starts[e + 1], 16)]
+    np.testing.assert_array_equal(buffers[3][: int(buffers[4])].numpy(), rows)
+
+
 def awkward_rows(dtype):
     """Normal numbers, ties, zeros, subnormals, the largest and the not finite, a block each."""
     rng = np.random.default_rng(3)

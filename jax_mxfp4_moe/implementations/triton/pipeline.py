@@ -16,8 +16,8 @@ from jax_mxfp4_moe.mxfp4 import BLOCK
 from jax_mxfp4_moe.problem import MoeProblem
 from jax_mxfp4_moe.quantize import SCALE_RULE_CARRY
 
-FEW_ROWS = 1 << route.SHIFT.value
-"""Up to here every slot is compared with all; beyond, the ids are counted in chunks first."""
+FEW_ROWS = 4096
+"""Up to here every slot is compared with all, which `route.SHIFT` bounds; beyond, the ids are counted in chunks first."""
 LIST_ROWS = 512
 """Up to here one program counts rows and lists tiles beside those that rank; beyond, one more launch lists."""
 MAX_SPLIT_PROGRAMS = 4096
@@ -278,7 +278,8 @@ class TritonSteps:
         grid = (f.chunks + p.tokens,)
         args = (topk_ids, b["counts"], *rows, p.rows, p.tokens, f.chunks)
         self._launch(route.count_chunks, grid, *args, first=True, **constants)
-        self._launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
+        step = max(1, min(16, 8192 // f.width))
+        self._launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile, STEP=step, num_warps=8)
         self._launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
 
     def quantize(self, x: Any, scale: Any = None) -> Planes:

@@ -31,9 +31,11 @@ def load_ids(ids, at, rows, EXPERTS: tl.constexpr):
 def ranks_of(ids, keys, rows, EXPERTS: tl.constexpr, SCAN: tl.constexpr):
     """How many slots come before each of `keys`, [RANK]; the key of a slot is its expert, then its number."""
     before = tl.zeros((RANK, SCAN), tl.int32)
+    ahead = load_ids(ids, tl.arange(0, SCAN), rows, EXPERTS)
     for start in range(0, rows, SCAN):
-        slots = start + tl.arange(0, SCAN)
-        theirs = tl.where(slots < rows, (load_ids(ids, slots, rows, EXPERTS) << SHIFT) | slots, 2**31 - 1)
+        slots, e = start + tl.arange(0, SCAN), ahead
+        ahead = load_ids(ids, slots + SCAN, rows, EXPERTS)
+        theirs = tl.where(slots < rows, (e << SHIFT) | slots, 2**31 - 1)
         before += (theirs[None, :] < keys[:, None]).to(tl.int32)
     return tl.sum(before, axis=1)
 
@@ -140,16 +142,19 @@ def add_chunks(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
+    STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Turns counts into each chunk's first row among those of its expert; one program."""
+    """Turns counts into each chunk's first row among those of its expert, STEP chunks at a time; one program."""
     wait_for_previous(PDL)
     e = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int32)
-    for chunk in range(chunks):
-        count = tl.load(counts + chunk * WIDTH + e)
-        tl.store(counts + chunk * WIDTH + e, total)
-        total += count
+    for first in range(0, chunks, STEP):
+        chunk = (first + tl.arange(0, STEP))[:, None]
+        at = counts + chunk * WIDTH + e[None, :]
+        count = tl.load(at, mask=chunk < chunks, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(count, axis=0) - count, mask=chunk < chunks)
+        total += tl.sum(count, axis=0)
     list_tiles(total, offsets, tile_expert, tile_row, tile_count, EXPERTS, WIDTH, TILE)
 
 
