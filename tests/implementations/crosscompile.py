@@ -29,10 +29,14 @@ def _gluon_source():
 
 @dataclasses.dataclass
 class Recorder:
-    """A `launch` that compiles for `target`; `kernels` are the results by name, and by stage where one kernel is for both."""
+    """A `launch` that compiles for `target`; `kernels` are the results by name, and by stage where one kernel is for both.
+
+    `options` are those of each, in the order of the launches.
+    """
 
     target: GPUTarget
     kernels: dict = dataclasses.field(default_factory=dict)
+    options: dict = dataclasses.field(default_factory=dict)
 
     def __call__(self, kernel, grid, *args, **constants):
         options = {k: constants.pop(k) for k in ("num_warps", "num_stages", "launch_pdl") if k in constants}
@@ -51,10 +55,16 @@ class Recorder:
         source = (_gluon_source() if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs)
         stage = {True: " of stage1", False: " of stage2"}.get(constants.get("GATED"), "")
         self.kernels[kernel.__name__ + stage] = triton.compile(source, target=self.target, options=options)
+        self.options[kernel.__name__ + stage] = options
 
 
 def compile_for(target, facts, inputs, ptx=False):
     """Kernels by name. inputs: BufferSpecs of the call."""
+    return record_for(target, facts, inputs, ptx).kernels
+
+
+def record_for(target, facts, inputs, ptx=False):
+    """The same with their options, as a `Recorder`."""
 
     def tiny(spec):
         return torch.empty(16, dtype=getattr(torch, spec.dtype))
@@ -66,4 +76,4 @@ def compile_for(target, facts, inputs, ptx=False):
     y = torch.empty(16, dtype=getattr(torch, facts.problem.out_dtype))
     steps = pipeline.TritonSteps(facts, operands, buffers, y, ptx, record, overlap=target == "sm_90")
     moe.pipeline(steps, operands)
-    return record.kernels
+    return record

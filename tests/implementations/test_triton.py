@@ -41,7 +41,11 @@ def test_kernels_in_the_interpreter():
 
 
 def _compiled(target, problem, product, **changes):
-    from crosscompile import compile_for
+    return _recorded(target, problem, product, **changes).kernels
+
+
+def _recorded(target, problem, product, **changes):
+    from crosscompile import record_for
 
     from jax_mxfp4_moe.implementations.torch_call import BufferSpec
     from jax_mxfp4_moe.implementations.triton.pipeline import Facts
@@ -52,7 +56,7 @@ def _compiled(target, problem, product, **changes):
     floats = problem.has_gate_up_bias + problem.has_down_bias + problem.has_activation_scale
     inputs += [BufferSpec((1,), "float32")] * floats
     inputs += [BufferSpec((1,), "float32"), BufferSpec((1,), "int32")]
-    return compile_for(target, Facts(problem, config, shuffled), inputs, ptx=target == "sm_90")
+    return record_for(target, Facts(problem, config, shuffled), inputs, ptx=target == "sm_90")
 
 
 DECODE = MoeProblem(16, 9, 257, 7168, 256, has_gate_up_bias=True, has_down_bias=True)
@@ -152,6 +156,35 @@ def test_float8_kernels_compile_for_sm_90(changes):
     for name in ("stage1", "stage2", "stage2_spans"):
         if name in kernels:
             assert "wgmma.mma_async" in kernels[name].asm["ptx"], name
+
+
+@needs_triton
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.nvidia") is None,
+    reason="no triton with its NVIDIA part",
+)
+@pytest.mark.parametrize(
+    ("problem", "changes"),
+    [
+        (DECODE, {"shuffled": True}),
+        (dataclasses.replace(DECODE, tokens=512), {"shuffled": True, "specialize": 64, "expand": 0}),
+        (PREFILL, {"shuffled": True, "expand": 1}),
+    ],
+    ids=["decode", "specialized", "expanded"],
+)
+def test_launches_on_sm_90_wait_for_the_one_before(problem, changes):
+    """All but the first may come early, and then touch no memory before the wait; the first waits for what is on the stream."""
+    record = _recorded("sm_90", problem, "e4m3", **changes)
+    first, *others = record.options
+    assert not record.options[first].get("launch_pdl")
+    assert others
+    assert all(record.options[name]["launch_pdl"] for name in others)
+    for name, kernel in record.kernels.items():
+        text = kernel.asm["ptx"]
+        touches = [m.start() for m in re.finditer(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*?global|cp\.async", text)]
+        assert text.count("griddepcontrol.wait") == 1, name
+        assert text.index("griddepcontrol.wait") < min(touches), name
+        assert "griddepcontrol.launch_dependents" not in text, name
 
 
 @needs_triton

@@ -247,8 +247,12 @@ class TritonSteps:
     overlap: bool = False
     """Whether launches wait for each other in the kernels (`overlap.py`)."""
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, first: bool = False, **constants: Any) -> None:
-        if self.overlap and not first:
+    def _first_launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        """The first launch of a call, after all that is on the stream."""
+        self.launch(kernel, grid, *args, PDL=self.overlap, **constants)
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        if self.overlap:
             constants["launch_pdl"] = True
         self.launch(kernel, grid, *args, PDL=self.overlap, **constants)
 
@@ -270,14 +274,14 @@ class TritonSteps:
             constants = {**tile, "SCAN": scan, "LIST": lists_too, **splitting, "num_warps": 8}
             grid = (first + ranks + p.tokens,)
             args = (topk_ids, b["order"], *lists, *rows, p.rows, p.tokens, ranks)
-            self._launch(route.route_few, grid, *args, first=True, **constants)
+            self._first_launch(route.route_few, grid, *args, **constants)
             if not lists_too:
                 self._launch(route.list_few, (1,), *lists, **tile)
             return
         constants = {**sizes, **splitting}
         grid = (f.chunks + p.tokens,)
         args = (topk_ids, b["counts"], *rows, p.rows, p.tokens, f.chunks)
-        self._launch(route.count_chunks, grid, *args, first=True, **constants)
+        self._first_launch(route.count_chunks, grid, *args, **constants)
         step = max(1, min(16, 8192 // f.width))
         self._launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile, STEP=step, num_warps=8)
         self._launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
