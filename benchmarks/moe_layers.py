@@ -147,7 +147,8 @@ def time_routing(layer: triton_layer.Layer, want: Rows) -> dict:
 
     def once(i: int) -> None:
         operands = launches.tensors_of(p, layer.inputs(i, True))
-        launches.TritonSteps(facts, operands, buffers, layer.y, True, launch, True).route(operands.topk_ids)
+        steps = launches.TritonSteps(facts, operands, buffers, layer.y, True, launch, triton_layer.overlaps())
+        steps.route(operands.topk_ids)
 
     once(0)
     torch.cuda.synchronize()

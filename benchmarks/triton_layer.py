@@ -33,13 +33,18 @@ from jax_mxfp4_moe.implementations.triton import pipeline as launches
 from jax_mxfp4_moe.implementations.triton.implementation import WIDE_ROWS, default_config
 from jax_mxfp4_moe.problem import MoeProblem
 
-OVERLAP = os.environ.get("OVERLAP", "1") == "1"
-"""Whether launches overlap, as those of the implementation do."""
 PEERS = {  # best peer's microseconds, bfloat16 activations, measured on another day on the same kind of device
     "r257i256m16": 156, "r257i256m128": 363, "r257i256m512": 620, "r33i512m16": 104, "r33i512m128": 190, "r33i512m512": 470,
     "r33i2048m512": 1196, "r33i2048m4096": 5438, "r33i2048m16384": 20306, "ossm1": 49.6, "ossm16": 172, "ossm128": 230,
     "ossm1024": 668, "ossm4096": 1726,
 }  # fmt: skip
+
+
+def overlaps() -> bool:
+    """Whether launches overlap: as those of the implementation do, unless OVERLAP=0."""
+    return os.environ.get("OVERLAP", "1") == "1" and launches.has_overlap(
+        torch.device("cuda", torch.cuda.current_device())
+    )
 
 
 def problem_of(name: str, quant: str | None) -> tuple[MoeProblem, int]:
@@ -152,7 +157,7 @@ def call(layer: Layer, facts: launches.Facts, buffers: dict, i: int = 0, only: s
             launches.launch(kernel, grid, *args, **constants)
 
     operands = launches.tensors_of(layer.problem, layer.inputs(i, facts.shuffled))
-    overlap = OVERLAP and not isinstance(only, str)  # a kernel by itself would overlap with itself
+    overlap = overlaps() and not isinstance(only, str)  # a kernel by itself would overlap with itself
     moe.pipeline(launches.TritonSteps(facts, operands, buffers, layer.y, True, launch, overlap), operands)
 
 
@@ -217,7 +222,7 @@ def warm(job) -> str | None:
         buffers["offsets"] = torch.empty(problem.experts + 1, dtype=torch.int32, device=device)
         operands = launches.tensors_of(problem, [tiny(spec) for spec in specs])
         y = tiny(BufferSpec((), problem.out_dtype))
-        for overlap in {OVERLAP, False}:
+        for overlap in {overlaps(), False}:
             moe.pipeline(launches.TritonSteps(facts, operands, buffers, y, True, compile_only, overlap), operands)
     except Exception as error:  # noqa: BLE001 - a config that does not fit
         return f"{changes}: {type(error).__name__}: {str(error)[:300]}"

@@ -221,12 +221,13 @@ def test_what_buffers_held_before_never_shows(compiled, way):
     inputs = [torch.from_dlpack(leaf) for leaf in jax.block_until_ready(jax.tree.leaves(operands))]
     config = IMPLEMENTATIONS["triton"].configs(problem, platforms()[0])[0]
     facts = launches.Facts(problem, Config.of({**dict(config.items), **dict(changes)}), prepared)
+    overlap = launches.has_overlap(torch.device("cuda", torch.cuda.current_device()))
     results = []
     for pattern in (0x00, 0x7F, 0xFF, None, None):
         buffers = {name: filled(spec.shape, spec.dtype, pattern) for name, spec in facts.buffers().items()}
         y = filled((problem.tokens, problem.hidden), problem.out_dtype, pattern)
         tensors_of_call = launches.tensors_of(problem, inputs)
-        steps = launches.TritonSteps(facts, tensors_of_call, buffers, y, launches.has_ptx())
+        steps = launches.TritonSteps(facts, tensors_of_call, buffers, y, launches.has_ptx(), overlap=overlap)
         moe.pipeline(steps, tensors_of_call)
         results.append(y)
     assert wrong(problem, results[0].double().cpu(), expected) is None

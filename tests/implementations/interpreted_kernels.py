@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from cases import X_DTYPES, random_case
 
-from jax_mxfp4_moe import moe, testing
+from jax_mxfp4_moe import Mxfp4Array, moe, testing
 from jax_mxfp4_moe.implementations.base import Config
 from jax_mxfp4_moe.implementations.triton import layout, pipeline
 from jax_mxfp4_moe.implementations.triton.decode import shuffled_to_e4m3, spread, to_e4m3
@@ -134,6 +134,53 @@ def test_router_weight_on_input():
     case = random_case(tokens=6, biases=True)
     y = run(case, None, "bits", apply_router_weight_on_input=True)
     assert relative_error(y, case.expected(apply_router_weight_on_input=True)) <= TOLERANCES["float32", None]
+
+
+@pytest.mark.parametrize("spans", [True, False])
+def test_a_row_of_zeros_with_the_largest_scale(spans):
+    """Its products are 0, whatever factor the rows of h have: factors are not multiplied with each other."""
+    from jax_mxfp4_moe.implementations.triton import quantize, stage2
+
+    rng = np.random.default_rng(0)
+    codes, scales = rng.integers(0, 256, (1, 64, 64)).astype(np.uint8), np.full((1, 64, 4), 120, np.uint8)
+    codes[0, 3], scales[0, 3] = 0, 254
+    packed = Mxfp4Array(jnp.asarray(codes), jnp.asarray(scales), length=128)
+    assert layout.fits(packed)
+    down = layout.shuffle(packed)
+    h = torch.from_numpy(rng.normal(size=(16, 128))).bfloat16() * 2.0**15
+    planes, factors = torch.zeros(16, 2, 128, dtype=torch.float8_e4m3fn), torch.zeros(16)
+    lists = [torch.tensor(v, dtype=torch.int32) for v in (range(16), [0, 16], [0], [0], [1])]
+    splitting = {
+        "K": 128,
+        "PADDED": 128,
+        "PLANES": 2,
+        "BLOCKS": 4,
+        "MODE": 3,
+        "QUANT": 0,
+        "CARRY": 0,
+        "HALF_AWAY": False,
+    }
+    quantize.split_rows[(1,)](h, planes, factors, lists[1][1:], 16, **splitting, PDL=False)
+    out = torch.full((16, 64), float("nan"))
+    operands = (planes, factors, to_torch(down.codes), to_torch(down.scales))
+    shapes = {
+        "K": 128,
+        "D": 64,
+        "PLANES": 2,
+        "STACK": 2,
+        "WEIGHTED": True,
+        "TILE": 16,
+        "BLOCK_D": 64,
+        "BLOCK_K": 128,
+        "MODE": 3,
+    }
+    shapes |= {"ROW_SCALES": 1, "PTX": False, "STAGES": 2, "PDL": False}
+    if spans:
+        stage2.stage2_spans[(1,)](*operands, torch.ones(16), *lists, out, SPAN=2, **shapes)
+    else:
+        stage2.stage2[(1,)](*operands, None, torch.ones(16), *lists, out, HAS_BIAS=False, GROUP=1, **shapes)
+    assert torch.equal(out[:, 3], torch.zeros(16))
+    assert torch.isfinite(out).all()
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 1, 1), (7, 3, 5), (15, 16, 33), (18, 64, 40)])

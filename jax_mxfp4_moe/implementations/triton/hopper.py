@@ -1,7 +1,7 @@
 """Both grouped products for Hopper: weights are decoded on their way from shared memory to the tensor cores.
 
 One program a multiprocessor, three groups of four warps: one copies weights and rows into a ring of shared memory, two multiply, each
-64 weight rows. They take turns: while one decodes, the other multiplies. In Gluon, since none of this can be said in `tl`.
+64 weight rows. With one plane they take turns: while one decodes, the other multiplies. In Gluon, since none of this can be said in `tl`.
 """
 
 from triton.experimental import gluon
@@ -31,18 +31,13 @@ STEP = gl.constexpr(256)
 
 RING = 192 * 1024
 """Bytes of shared memory for copies under way; the rest of a multiprocessor's holds results while threads exchange them."""
-MOST_STAGES = 10
-"""Copies under way, at most."""
+LEVELS = gl.constexpr(3)
+"""Sizes of a tile: all of its rows, half and a quarter."""
 
 
 def stages(planes: int, tile_rows: int) -> int:
     """Copies under way."""
-    return min(MOST_STAGES, RING // (2 * HALF.value * STEP.value // 2 + planes * STEP.value * tile_rows))
-
-
-def levels(tile_rows: int) -> int:
-    """Sizes of a tile that fewer rows take: every half, down to 16 or a quarter."""
-    return min(3, tile_rows.bit_length() - 4)
+    return RING // (2 * HALF.value * STEP.value // 2 + planes * STEP.value * tile_rows)
 
 
 def stack(planes: int, tile_rows: int) -> int:
@@ -123,7 +118,7 @@ def copy_tiles(
     K: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PLANES: gl.constexpr, STACK: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ROW_SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    TILE: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """What the copying warps do."""
     COLUMNS: gl.constexpr = (WIDTH + HALF - 1) // HALF if GATED else (WIDTH + 2 * HALF - 1) // (2 * HALF)
@@ -201,7 +196,7 @@ def wait_for(full, it, STAGES: gl.constexpr):
 def take_turn(turns, turn, ME: gl.constexpr):
     """Waits until the other consumer has begun its products of this turn (ME 1), or of the one before (ME 0).
 
-    Both have as many turns. Not taken with two passes, whose products are long enough to hide the decoding.
+    Both have as many turns. Not taken by a last odd step, nor with two passes, whose products are long enough to hide the decoding.
     """
     mbarrier.wait(turns.index(ME), (turn & 1) ^ (1 - ME))
 
@@ -312,9 +307,9 @@ def finish_tile(
     acc *= (power_of_two(base) * 0.015625)[:, None]
     w, _ = weight_row(ME * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, sums)), column, WIDTH, GATED)
     if GATED:
-        if WEIGHTED:
-            factor *= weight
         acc *= gl.convert_layout(factor, columns)[None, :]
+        if WEIGHTED:
+            acc *= gl.convert_layout(weight, columns)[None, :]
         if HAS_BIAS:
             acc += gl.load(bias + e.to(gl.int64) * (2 * WIDTH) + w).to(gl.float32)[:, None]
         both = gl.permute(gl.reshape(acc, [4, 2, 8, N]), [0, 2, 3, 1])
@@ -327,15 +322,11 @@ def finish_tile(
         at = out + m.to(gl.int64)[None, :] * WIDTH + f[:, None]
         gl.store(at, y, mask=(m < end)[None, :] & (f < WIDTH)[:, None])
     else:
+        acc *= gl.convert_layout(factor, columns)[None, :]
         if HAS_BIAS:
-            acc *= gl.convert_layout(factor, columns)[None, :]
             acc += gl.load(bias + e.to(gl.int64) * WIDTH + w).to(gl.float32)[:, None]
-            if WEIGHTED:
-                acc *= gl.convert_layout(weight, columns)[None, :]
-        else:
-            if WEIGHTED:
-                factor *= weight
-            acc *= gl.convert_layout(factor, columns)[None, :]
+        if WEIGHTED:
+            acc *= gl.convert_layout(weight, columns)[None, :]
         rows: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
         y = gl.convert_layout(acc.to(out.dtype.element_ty), rows)
         slot = gl.convert_layout(slot, gl.SliceLayout(0, rows))
@@ -363,7 +354,7 @@ def make_tile(
     GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ROW_SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
-    """One tile of N rows, by consumer ME; returns the number of steps so far, and `begin_tile` of the next one, (e2, column2).
+    """One tile of N rows, by consumer ME; returns the numbers of steps and turns so far, and `begin_tile` of the next one, (e2, column2).
 
     What a tile needs from memory is asked for a good while before: for its end before its products, for the next one before its end.
     """
@@ -397,7 +388,7 @@ def multiply_tiles(
     K: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PLANES: gl.constexpr, STACK: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ROW_SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    TILE: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
 ):  # fmt: skip
     """What a multiplying group of warps does."""
     COLUMNS: gl.constexpr = (WIDTH + HALF - 1) // HALF if GATED else (WIDTH + 2 * HALF - 1) // (2 * HALF)
@@ -425,7 +416,7 @@ def hopper_product(
     K: gl.constexpr, WIDTH: gl.constexpr, TOP_K: gl.constexpr, PLANES: gl.constexpr, STACK: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr, ROW_SCALES: gl.constexpr,
     ACTIVATION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    TILE: gl.constexpr, LEVELS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+    TILE: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Stage 1 (GATED, out: h [rows, F] in sorted order) or stage 2 (out [slots, D], weighted). Grid: at most the multiprocessors."""
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
@@ -448,15 +439,15 @@ def hopper_product(
             (multiply_tiles, (
                 planes, row_scales, codes, scales, bias, topk_weights, order, offsets, tile_expert, tile_row, tile_count, out,
                 ring_codes, ring_rows, full, empty, turns, K, WIDTH, TOP_K, PLANES, STACK, GATED, HAS_BIAS, WEIGHTED, ROW_SCALES,
-                ACTIVATION, ALPHA, LIMIT, TILE, LEVELS, GROUP, STAGES, 0)),
+                ACTIVATION, ALPHA, LIMIT, TILE, GROUP, STAGES, 0)),
             (multiply_tiles, (
                 planes, row_scales, codes, scales, bias, topk_weights, order, offsets, tile_expert, tile_row, tile_count, out,
                 ring_codes, ring_rows, full, empty, turns, K, WIDTH, TOP_K, PLANES, STACK, GATED, HAS_BIAS, WEIGHTED, ROW_SCALES,
-                ACTIVATION, ALPHA, LIMIT, TILE, LEVELS, GROUP, STAGES, 1)),
+                ACTIVATION, ALPHA, LIMIT, TILE, GROUP, STAGES, 1)),
             (copy_tiles, (
                 planes, row_scales, codes, scales, bias, topk_weights, order, offsets, tile_expert, tile_row, tile_count, out,
                 ring_codes, ring_rows, full, empty, turns, K, WIDTH, TOP_K, PLANES, STACK, GATED, HAS_BIAS, WEIGHTED, ROW_SCALES,
-                ACTIVATION, ALPHA, LIMIT, TILE, LEVELS, GROUP, STAGES, 2)),
+                ACTIVATION, ALPHA, LIMIT, TILE, GROUP, STAGES, 2)),
         ],
         [4, 4],
         [224, 56],

@@ -1,7 +1,7 @@
 """`triton`: the pipeline as Triton kernels on XLA's buffers, through the bridge. NVIDIA from sm_80 on and AMD.
 
 No count is read on the host and nothing is allocated, so that XLA may record a call into a command buffer: grids are upper
-bounds from the static shapes, and programs without work leave at once.
+bounds from the static shapes, and programs without work leave after reading a count.
 """
 
 from __future__ import annotations
@@ -275,14 +275,15 @@ def default_config(problem: MoeProblem, product: str) -> Config:
     }
     if problem.intermediate <= 512 and not expand:  # one step of stage 2 holds all of F
         values |= {"block_k2": 256 if problem.intermediate <= 256 else 512, "block_d": 64, "span": 8}
+        whole = 128 if problem.hidden % 128 == 0 else 64
         if columns == 32 and planes == 1 and problem.intermediate <= 256:
-            values["block_d"] = 128 if problem.hidden > 64 else 64
+            values["block_d"] = whole
         if (
             columns == 64 and product == "e4m3" and not wide
-        ):  # twice as many programs, of which no multiprocessor has one too many
+        ):  # more programs, so that multiprocessors have nearly as many
             values["block_f"] = 32
         if wide:
-            values |= {"block_d": 128 if problem.hidden > 64 else 64, "span": 4, "warps2": 8}
+            values |= {"block_d": whole, "span": 4, "warps2": 8}
     elif problem.rows <= 16:  # too few tiles to fill the chip: halve them
         values |= {"block_f": 32, "block_k1": 256, "block_d": 64, "block_k2": 256}
     if expand and product == "e4m3":

@@ -16,8 +16,8 @@ from jax_mxfp4_moe.mxfp4 import BLOCK
 from jax_mxfp4_moe.problem import MoeProblem
 from jax_mxfp4_moe.quantize import SCALE_RULE_CARRY
 
-FEW_ROWS = 4096
-"""Up to here every slot is compared with all, which `route.SHIFT` bounds; beyond, the ids are counted in chunks first."""
+FEW_ROWS = 1 << (route.SHIFT.value - 1)
+"""Up to here every slot is compared with all; beyond, which would fit the keys but take longer, the ids are counted in chunks first."""
 LIST_ROWS = 512
 """Up to here one program counts rows and lists tiles beside those that rank; beyond, one more launch lists."""
 MAX_SPLIT_PROGRAMS = 4096
@@ -343,7 +343,7 @@ class TritonSteps:
             K=f.padded(n), WIDTH=width, TOP_K=p.top_k, PLANES=f.planes, GATED=gated, HAS_BIAS=bias is not None,
             WEIGHTED=p.apply_router_weight_on_input == gated, ROW_SCALES=f.row_scales,
             ACTIVATION=stage1.ACTIVATIONS[p.activation], ALPHA=p.activation_alpha or 0.0, LIMIT=p.activation_limit or 0.0,
-            TILE=f.tile_rows, LEVELS=hopper.levels(f.tile_rows), GROUP=f.config["group"],
+            TILE=f.tile_rows, GROUP=f.config["group"],
             STACK=hopper.stack(f.planes, f.tile_rows), STAGES=hopper.stages(f.planes, f.tile_rows), num_warps=4,
         )  # fmt: skip
 

@@ -186,7 +186,9 @@ def plane_row(
 
 @triton.jit
 def scale_of_row(amax, row_scales, row, MODE: tl.constexpr, QUANT: tl.constexpr):
-    """What a row's elements are multiplied by, from its largest magnitude: a float32, or the exponent of one; stores the factor."""
+    """What a row's elements are multiplied by, from its largest magnitude: a float32 for FP8, for E4M3 planes the exponent field of one,
+    else 0. Stores the row's factor, if it has one of its own.
+    """
     if QUANT >= 2:
         if QUANT == 2:
             scale = tl.cast(amax, tl.float32, bitcast=True) * 0.002232142857142857
@@ -229,7 +231,7 @@ def write_planes(
         if MODE < 2:
             q = round_to_e4m3(q)
         v = with_sign(q, bits)
-        if QUANT == 3:  # else every element of the row is NaN
+        if QUANT == 3:  # else the row's scale is NaN
             v = tl.where((bits & 0x7FFFFFFF) >= 0x7F800000, float("nan"), v)
         v = tl.where(scale == scale, v, 0.0)
     elif MODE >= 2:

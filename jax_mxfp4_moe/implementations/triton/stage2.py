@@ -91,8 +91,9 @@ def stage2_spans(
             w0, w1 = shuffled_to_e4m3(c, f, BLOCK_D, BLOCK_K // 32, PTX)
             acc = tl.dot(w0, x0)
             acc = tl.dot(w1, x1, acc)
-            acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE)
-            acc *= power_of_two(base.to(tl.int32))[:, None] * h_scale[None, :]
+            # One factor after the other: their product may be infinite where a sum is 0.
+            acc = add_planes(acc, BLOCK_D, TILE, STACK, MODE) * power_of_two(base.to(tl.int32))[:, None]
+            acc *= h_scale[None, :]
             if WEIGHTED:
                 acc *= factor[None, :]
             at = out + slot.to(tl.int64)[None, :] * D + d[:, None]
