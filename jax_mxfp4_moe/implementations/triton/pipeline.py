@@ -282,8 +282,7 @@ class TritonSteps:
         grid = (f.chunks + p.tokens,)
         args = (topk_ids, b["counts"], *rows, p.rows, p.tokens, f.chunks)
         self._first_launch(route.count_chunks, grid, *args, **constants)
-        step = max(1, min(16, 8192 // f.width))
-        self._launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile, STEP=step, num_warps=8)
+        self._launch(route.add_chunks, (1,), b["counts"], *lists, f.chunks, **tile)
         self._launch(route.place, (ranks,), topk_ids, b["order"], b["counts"], b["offsets"], p.rows, **sizes)
 
     def quantize(self, x: Any, scale: Any = None) -> Planes:

@@ -142,19 +142,16 @@ def add_chunks(
     EXPERTS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILE: tl.constexpr,
-    STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Turns counts into each chunk's first row among those of its expert, STEP chunks at a time; one program."""
+    """Turns counts into each chunk's first row among those of its expert; one program."""
     wait_for_previous(PDL)
     e = tl.arange(0, WIDTH)
     total = tl.zeros((WIDTH,), tl.int32)
-    for first in range(0, chunks, STEP):
-        chunk = (first + tl.arange(0, STEP))[:, None]
-        at = counts + chunk * WIDTH + e[None, :]
-        count = tl.load(at, mask=chunk < chunks, other=0)
-        tl.store(at, total[None, :] + tl.cumsum(count, axis=0) - count, mask=chunk < chunks)
-        total += tl.sum(count, axis=0)
+    for chunk in range(chunks):
+        count = tl.load(counts + chunk * WIDTH + e)
+        tl.store(counts + chunk * WIDTH + e, total)
+        total += count
     list_tiles(total, offsets, tile_expert, tile_row, tile_count, EXPERTS, WIDTH, TILE)
 
 
