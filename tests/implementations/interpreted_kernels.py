@@ -239,6 +239,33 @@ def awkward_rows(dtype):
         return x.astype(X_DTYPES[dtype])
 
 
+@pytest.mark.parametrize("product", ["bits", "e4m3", "scaled"])
+@pytest.mark.parametrize("quant", [None, "mxfp4", "fp8"])
+def test_rows_in_pieces_give_the_bytes_of_whole_ones(product, quant):
+    """Rows that one step does not hold are read again for every step."""
+    from jax_mxfp4_moe.implementations.triton.quantize import split_rows
+
+    if product == "scaled" and quant != "mxfp4":
+        pytest.skip("scaled products are of MXFP4 rows")
+    x = to_torch(awkward_rows("bfloat16"))
+    facts = facts_of(random_case(tokens=1, hidden=96, dtype="bfloat16").problem(quant), product)
+    whole = facts.splitting(96)
+    results = []
+    for blocks in (whole["BLOCKS"], 2, 1):
+        rows, factors = torch.full((24, 2 * 96 * 2), 0x55, dtype=torch.uint8), torch.full((24, 4), 7, dtype=torch.uint8)
+        planes = (
+            rows if product == "scaled" else rows.view(torch.bfloat16 if product == "bits" else torch.float8_e4m3fn)
+        )
+        scales = factors if product == "scaled" else factors.view(torch.float32)
+        count = torch.tensor([24], dtype=torch.int32)
+        split_rows[(5,)](x, planes, scales, count, 24, **{**whole, "BLOCKS": blocks}, PDL=False)
+        results.append((rows, factors))
+    assert whole["BLOCKS"] >= 3
+    for rows, factors in results[1:]:
+        assert torch.equal(rows, results[0][0])
+        assert torch.equal(factors, results[0][1])
+
+
 @pytest.mark.parametrize(
     ("dtype", "rounding", "scale_rule"),
     [

@@ -278,10 +278,8 @@ def default_config(problem: MoeProblem, product: str) -> Config:
         whole = 128 if problem.hidden % 128 == 0 else 64
         if columns == 32 and planes == 1 and problem.intermediate <= 256:
             values["block_d"] = whole
-        if (
-            columns == 64 and product == "e4m3" and not wide
-        ):  # more programs, so that multiprocessors have nearly as many
-            values["block_f"] = 32
+        if columns == 64 and product == "e4m3" and not wide:
+            values["block_f"] = 32  # more programs, so that multiprocessors have nearly as many
         if wide:
             values |= {"block_d": whole, "span": 4, "warps2": 8}
     elif problem.rows <= 16:  # too few tiles to fill the chip: halve them
